@@ -3,48 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 from collections import Counter
 
 import pytest
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse
 
 from cosched.errors import CoschedError
-from tests.batch.api import line, serving
+from tests.batch.api import line
+from tests.fake_server import FakeServer, Reply, answer
 
 ray = pytest.importorskip("ray", reason="the stage needs Ray Data (cosched[ray])")
 pytest.importorskip("pyarrow")
 
-from cosched.ray_data import _Answerer, _key_of, _parsed, answer, finished_keys, main, read  # noqa: E402
+from cosched.ray_data import _Answerer, _key_of, _parsed, finished_keys, main, read  # noqa: E402
+from cosched.ray_data import answer as answer_all  # noqa: E402
 
 
-class Replica:
-    """Echoes prompts. Each is asked at most `most` at a time; after `dies_after` it refuses all."""
-
-    def __init__(self, *, delay_s=0.01, dies_after=None):
-        self.delay_s, self.dies_after = delay_s, dies_after
-        self.asked, self.order = Counter(), []
-        self.now = self.most = 0
-        self.app = FastAPI()
-        self.app.add_api_route("/v1/completions", self.complete, methods=["POST"])
-
-    async def complete(self, request: Request):
-        prompt = (await request.json())["prompt"]
-        if self.dies_after is not None and len(self.order) >= self.dies_after:
-            return JSONResponse({}, status_code=503)
-        self.asked[prompt] += 1
-        self.order.append(prompt)
-        self.now += 1
-        self.most = max(self.most, self.now)
-        await asyncio.sleep(self.delay_s)
-        self.now -= 1
-        if prompt == "refuse":
-            return JSONResponse({"error": {"message": "no"}}, status_code=400)
-        choice = {"index": 0, "text": f"to {prompt}", "finish_reason": "stop"}
-        usage = {"prompt_tokens": 3, "completion_tokens": 2}
-        return {"id": "r", "choices": [choice], "usage": usage}
+def echo(asked):
+    if asked.body["prompt"] == "refuse":
+        return Reply.of({"error": {"message": "no"}}, status=400)
+    return answer(asked, delay_s=0.01)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -64,9 +42,13 @@ def cluster():
 
 @pytest.fixture
 def two():
-    with contextlib.ExitStack() as stack:
-        replicas = [Replica(), Replica()]
-        yield replicas, [stack.enter_context(serving(one)) for one in replicas]
+    with FakeServer(echo) as first, FakeServer(echo) as second:
+        yield (first, second), [first.base_url, second.base_url]
+
+
+def counted(*replicas):
+    """How often each prompt was sent."""
+    return Counter(prompt for one in replicas for prompt in one.prompts())
 
 
 def records(out, name="answers"):
@@ -92,7 +74,7 @@ def test_a_data_set_is_answered_once_in_prefix_order_and_a_restart_resumes(two, 
     lines[100:100] = ["{broken", line("refused", "refuse")]
     source, out = write(tmp_path / "in.jsonl", lines), tmp_path / "out"
     options = {"replicas": urls, "out": str(out), "in_flight": 8, "lines_per_block": 50}
-    counts = answer(read(source), **options).to_pandas().sum()
+    counts = answer_all(read(source), **options).to_pandas().sum()
     assert (counts["answered"], counts["failed"]) == (600, 2)
     assert counts["completion_tokens"] == 1200
     told = {one["custom_id"]: one["response"]["body"]["choices"][0]["text"] for one in records(out)}
@@ -108,11 +90,11 @@ def test_a_data_set_is_answered_once_in_prefix_order_and_a_restart_resumes(two, 
     }  # fmt: skip
     assert errors[None]["line"] is None
     first, second = replicas
-    assert first.asked and second.asked and max((first.asked + second.asked).values()) == 1
-    assert max(first.most, second.most) <= 8
+    assert first.asked and second.asked and max(counted(first, second).values()) == 1
+    assert max(first.max_waiting, second.max_waiting) <= 8
     # Of 12 heads in the input one after the other, each replica has few at a time.
     for one in replicas:
-        heads = [prompt[:400] for prompt in one.order]
+        heads = [prompt[:400] for prompt in one.prompts()]
         windows = [set(heads[start : start + 24]) for start in range(0, len(heads), 24)]
         assert sum(map(len, windows)) / len(windows) < 5, windows
 
@@ -125,27 +107,29 @@ def test_a_data_set_is_answered_once_in_prefix_order_and_a_restart_resumes(two, 
     assert num_left < 602 and whole.startswith(paths[1].read_bytes())
     for one in replicas:
         one.asked.clear()
-    counts = answer(read(source), **options).to_pandas().sum()
+    counts = answer_all(read(source), **options).to_pandas().sum()
     assert counts["answered"] + counts["failed"] == 602 - num_left
-    assert (first.asked + second.asked).total() == 602 - num_left
+    assert counted(first, second).total() == 602 - num_left
     assert Counter(one["custom_id"] for one in records(out)) == Counter(told.keys())
 
 
-def test_lines_of_a_replica_that_is_gone_go_to_the_other(tmp_path):
-    replicas = [Replica(dies_after=40), Replica()]
+def test_lines_of_a_replica_that_is_gone_go_to_the_other(two, tmp_path):
+    (first, second), urls = two
+    taken = []
+
+    def die_after_40(asked):
+        if len(taken) >= 40:
+            return Reply(status=503)
+        taken.append(asked)
+        return echo(asked)
+
+    first.behave = die_after_40
     source = write(tmp_path / "in.jsonl", [line(f"c{n}") for n in range(200)])
-    with serving(replicas[0]) as first, serving(replicas[1]) as second:
-        blocks = answer(
-            read(source),
-            replicas=[first, second],
-            out=str(tmp_path / "out"),
-            in_flight=8,
-            lines_per_block=25,
-            max_wait_s=1.0,
-        )
-        assert blocks.to_pandas().sum()["answered"] == 200
+    options = {"in_flight": 8, "lines_per_block": 25, "max_wait_s": 1.0}
+    blocks = answer_all(read(source), replicas=urls, out=str(tmp_path / "out"), **options)
+    assert blocks.to_pandas().sum()["answered"] == 200
     assert len({one["custom_id"] for one in records(tmp_path / "out")}) == 200
-    assert len(replicas[0].order) == 40 and len(replicas[1].order) == 160
+    assert len(taken) == 40 and len(second.asked) == 160
 
 
 def test_the_command_takes_parquet(two, tmp_path, capsys):
@@ -166,72 +150,63 @@ def test_the_command_takes_parquet(two, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["answered"] == 0
 
 
-def test_a_block_that_ray_repeats_sends_what_has_no_result(two, tmp_path):
+def table_of(count):
     import pyarrow as pa
 
+    lines = [json.dumps(line(f"c{n}")).encode() for n in range(count)]
+    return pa.table({"key": [_key_of(_parsed(one, 10**6), one) for one in lines], "data": lines})
+
+
+def answerer(replicas, out, *, in_flight=4):
+    return _Answerer(
+        replicas=replicas,
+        next_ticket=lambda: ray.put(0),
+        out=str(out),
+        in_flight=in_flight,
+        max_line_bytes=10**6,
+        max_wait_s=5.0,
+        api_key=None,
+    )
+
+
+def test_a_block_that_ray_repeats_sends_what_has_no_result(two, tmp_path):
     (first, _), urls = two
     finished_keys(str(tmp_path))  # makes the folders
-    lines = [json.dumps(line(f"c{n}")).encode() for n in range(30)]
-    table = pa.table({"key": [_key_of(_parsed(one, 10**6), one) for one in lines], "data": lines})
 
     async def run():
-        answerer = _Answerer(
-            replicas=urls,
-            next_ticket=lambda: ray.put(0),
-            out=str(tmp_path),
-            in_flight=4,
-            max_line_bytes=10**6,
-            max_wait_s=5.0,
-            api_key=None,
-        )
-        return [block async for block in answerer(table)]
+        return [block async for block in answerer(urls, tmp_path)(table_of(30))]
 
     [counts] = asyncio.run(run())
-    assert counts["answered"] == [30] and first.asked.total() == 30
+    assert counts["answered"] == [30] and len(first.asked) == 30
     [path] = (tmp_path / "answers").glob("*.jsonl")
     kept = path.read_bytes().splitlines(keepends=True)[:20]
     path.write_bytes(b"".join(kept) + b'{"id": "cut')
     [counts] = asyncio.run(run())
-    assert counts["answered"] == [10] and first.asked.total() == 40
+    assert counts["answered"] == [10] and len(first.asked) == 40
     assert len({one["custom_id"] for one in records(tmp_path)}) == 30
 
 
 def test_a_line_that_cannot_be_answered_cancels_its_block(two, tmp_path):
     """No line may be sent after that: Ray repeats the block, and would send it twice."""
-    import pyarrow as pa
-
     (first, _), urls = two
     finished_keys(str(tmp_path))
-    lines = [json.dumps(line(f"c{n}")).encode() for n in range(9)]
-    table = pa.table({"key": [_key_of(_parsed(one, 10**6), one) for one in lines], "data": lines})
-
-    class Gone(Exception):
-        pass
 
     async def run():
-        answerer = _Answerer(
-            replicas=urls[:1],
-            next_ticket=lambda: ray.put(0),
-            out=str(tmp_path),
-            in_flight=1,
-            max_line_bytes=10**6,
-            max_wait_s=5.0,
-            api_key=None,
-        )
-        send = answerer._send
+        one_by_one = answerer(urls[:1], tmp_path, in_flight=1)
+        send = one_by_one._send
 
         async def fail_at_c3(request):
             if request.custom_id == "c3":
-                raise Gone
+                raise ZeroDivisionError
             return await send(request)
 
-        answerer._send = fail_at_c3
-        with pytest.raises(Gone):
-            [block async for block in answerer(table)]
+        one_by_one._send = fail_at_c3
+        with pytest.raises(ZeroDivisionError):
+            [block async for block in one_by_one(table_of(9))]
         await asyncio.sleep(0.5)
 
     asyncio.run(run())
-    assert set(first.asked) == {"c0", "c1", "c2"} and len(records(tmp_path)) == 3
+    assert first.prompts() == ["c0", "c1", "c2"] and len(records(tmp_path)) == 3
 
 
 def test_an_unusable_folder_is_reported(tmp_path):

@@ -25,7 +25,7 @@ def line(custom_id, prompt=None, **changes):
 def until(condition, timeout_s=30):
     deadline_s = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline_s
+        assert time.monotonic() < deadline_s, "nothing happened"
         time.sleep(0.01)
 
 
@@ -42,10 +42,13 @@ class Api:
         content = ("in.jsonl", io.BytesIO(text.encode()))
         return self.files.create(file=content, purpose="batch", **more)
 
-    def create(self, lines, *, window="24h", endpoint="/v1/completions", **more):
-        file = self.upload(lines)
+    def create(self, lines, **more):
+        return self.start(self.upload(lines).id, **more)
+
+    def start(self, file_id, *, window="24h", endpoint="/v1/completions", **more):
+        """A batch of a file that is there."""
         return self.batches.create(
-            input_file_id=file.id, endpoint=endpoint, completion_window=window, **more
+            input_file_id=file_id, endpoint=endpoint, completion_window=window, **more
         )
 
     def wait(self, batch, *statuses, timeout_s=60):

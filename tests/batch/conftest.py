@@ -21,9 +21,7 @@ def clock():
 @pytest.fixture(scope="session")
 def postgres_cluster():
     """A PostgreSQL server of this worker's own."""
-    if postgres.programs() is None:
-        pytest.skip(postgres.MISSING)
-    pytest.importorskip("psycopg", reason="PostgreSQL needs psycopg (cosched[postgres])")
+    postgres.skip_if_missing()
     with postgres.cluster() as cluster:
         yield cluster.url
 

@@ -286,23 +286,12 @@ def main():
             forks = Forks(root, cleared=(ENV_VAR, "SGLANG_PLUGINS"))
             stack.callback(forks.close)
             servers = [RealServer(root / "batches", forks)]
-        elif arguments.replicas > 1:
-            url = stack.enter_context(postgres.cluster()).url
-            servers = [
-                StandInServer(
-                    root,
-                    place=arguments.files,
-                    number=number,
-                    database_url=url,
-                    lease_s=arguments.lease,
-                )
-                for number in range(arguments.replicas)
-            ]
-        elif arguments.files:
-            url = f"sqlite:///{root}/batches.sqlite"
-            servers = [StandInServer(root, place=arguments.files, database_url=url)]
         else:
-            servers = [StandInServer(root)]
+            url = f"sqlite:///{root}/batches.sqlite" if arguments.files else None
+            if arguments.replicas > 1:
+                url = stack.enter_context(postgres.cluster()).url
+            common = {"place": arguments.files, "database_url": url, "lease_s": arguments.lease}
+            servers = [StandInServer(root, number=n, **common) for n in range(arguments.replicas)]
         for server in servers:
             stack.callback(server.close)
         try:

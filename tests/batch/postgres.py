@@ -10,6 +10,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+import pytest
 import sqlalchemy as sa
 
 from cosched.batch.database import database_url
@@ -25,6 +26,12 @@ def programs():
     debian = Path("/usr/lib/postgresql").glob("*/bin/initdb")
     found += sorted((path.parent for path in debian), key=lambda path: -float(path.parent.name))
     return found[0] if found else None
+
+
+def skip_if_missing():
+    if programs() is None:
+        pytest.skip(MISSING)
+    pytest.importorskip("psycopg", reason="PostgreSQL needs psycopg (cosched[postgres])")
 
 
 class Cluster:

@@ -31,13 +31,6 @@ def on_disk(tmp_path):
     return {path.name for path in (tmp_path / "files").iterdir()}
 
 
-def test_what_goes_in_comes_out(files):
-    content = bytes(range(256)) * 10_000
-    file = add(files, content)
-    assert file.num_bytes == len(content)
-    assert b"".join(files.content(files.get(file.id, owner="a"))) == content
-
-
 def test_results_are_read_in_blocks_however_long_their_lines_are(files, database, clock):
     """Answers with embeddings or log probabilities may have megabytes each."""
     store = BatchStore(database, clock=clock)
@@ -51,21 +44,6 @@ def test_results_are_read_in_blocks_however_long_their_lines_are(files, database
     blocks = list(files.content(file))
     assert b"".join(blocks) == b"".join(data.values())
     assert max(map(len, blocks)) == 3 << 20
-
-
-@pytest.mark.parametrize("newest_first", [True, False])
-def test_pages_are_whole_and_in_order(files, newest_first):
-    names = [add(files).id for _ in range(7)]
-    seen, after, has_more = [], None, True
-    while has_more:
-        page, has_more = files.page(
-            owner="a", purpose="batch", after=after, limit=3, newest_first=newest_first
-        )
-        seen += [file.id for file in page]
-        after = seen[-1]
-    assert seen == (names[::-1] if newest_first else names)
-    page = files.page(owner="a", purpose="other", after=None, limit=3, newest_first=True)
-    assert page == ([], False)
 
 
 def test_a_file_that_has_expired_is_gone(files, clock, tmp_path):

@@ -19,8 +19,6 @@ from tests.batch.api import line
 pa = pytest.importorskip("pyarrow", reason="Parquet needs pyarrow (cosched[parquet])")
 pq = pytest.importorskip("pyarrow.parquet")
 
-COMPLETIONS = "/v1/completions"
-
 
 def parquet(rows, **options):
     file = io.BytesIO()
@@ -34,11 +32,7 @@ def upload(api, file):
 
 
 def run(api, file):
-    uploaded = upload(api, file)
-    batch = api.batches.create(
-        input_file_id=uploaded.id, endpoint=COMPLETIONS, completion_window="24h"
-    )
-    return api.wait(batch)
+    return api.wait(api.start(upload(api, file).id))
 
 
 def test_bodies_may_be_structs(api, stand_in):

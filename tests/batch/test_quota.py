@@ -149,16 +149,3 @@ def test_run_batch_says_when_others_have_filled_the_quota(api, stand_in, tmp_pat
     stand_in.is_held = False
     api.wait(batch)
     assert run_batch(call) == 0
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"max_open_batches": 0}, r"quota\.max_open_batches must be at least 1, not 0"),
-        ({"max_waiting_lines": -1}, r"quota\.max_waiting_lines must be at least 1, not -1"),
-        ({"max_stored_mb": 0.0}, r"quota\.max_stored_mb must be above 0, not 0"),
-    ],
-)
-def test_wrong_quotas_are_refused(values, message):
-    with pytest.raises(ValueError, match=message):
-        QuotaConfig(**values)

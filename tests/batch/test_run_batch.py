@@ -26,8 +26,11 @@ def job(tmp_path):
 
 
 class Job:
+    """Ten lines, if a test writes no others."""
+
     def __init__(self, folder):
         self.source, self.out = folder / "in.jsonl", folder / "out.jsonl"
+        self.write([line(f"c{n}") for n in range(10)])
 
     def write(self, entries):
         texts = [e if isinstance(e, str) else json.dumps(e) for e in entries]
@@ -89,17 +92,8 @@ def test_endpoints_become_batches_of_their_own(api, job):
     }
 
 
-def test_large_files_are_several_batches(api, job, monkeypatch):
-    monkeypatch.setattr(remote, "_MAX_LINES", 30)
-    job.write([line(f"c{n}") for n in range(100)])
-    assert job.run(api.url) == 0
-    assert sorted(b.request_counts.total for b in api.batches.list()) == [10, 30, 30, 30]
-    assert job.outcome() == {n + 1: (f"c{n}", f"to c{n}") for n in range(100)}
-
-
 def test_detach_status_fetch(api, job, stand_in, capsys):
     stand_in.is_held = True
-    job.write([line(f"c{n}") for n in range(10)])
     assert job.run(api.url, "--detach", "--window", "6h") == 0
     [batch] = api.batches.list().data
     assert batch.completion_window == "6h"
@@ -120,7 +114,6 @@ def test_detach_status_fetch(api, job, stand_in, capsys):
 
 def test_cancel_keeps_what_is_answered_and_the_rest_can_be_sent_again(api, job, stand_in, capsys):
     stand_in.is_held = True
-    job.write([line(f"c{n}") for n in range(10)])
     job.run(api.url, "--detach")
     [batch] = api.batches.list().data
     api.wait(batch, "in_progress")
@@ -135,7 +128,6 @@ def test_cancel_keeps_what_is_answered_and_the_rest_can_be_sent_again(api, job, 
 
 def test_a_batch_that_was_made_just_before_the_end_is_not_made_again(api, job, stand_in):
     stand_in.is_held = True
-    job.write([line(f"c{n}") for n in range(10)])
     job.run(api.url, "--detach")
     # Killed between the server's answer and the note of it.
     path = job.out.with_name("out.jsonl.batches.json")
@@ -147,7 +139,6 @@ def test_a_batch_that_was_made_just_before_the_end_is_not_made_again(api, job, s
 
 
 def test_results_that_were_written_in_part_are_completed(api, job, monkeypatch):
-    job.write([line(f"c{n}") for n in range(10)])
     whole = BatchApi.for_each_line
 
     async def half(self, file_id, handle):
@@ -167,7 +158,6 @@ def test_results_that_were_written_in_part_are_completed(api, job, monkeypatch):
 
 
 def test_a_batch_that_the_server_has_lost_is_sent_again(api, job, stand_in, capsys):
-    job.write([line(f"c{n}") for n in range(10)])
     job.run(api.url, "--detach")
     api.wait(api.batches.list().data[0])
     stand_in.service.store.remove_ended(kept_s=-2)
@@ -192,7 +182,6 @@ def test_overwrite_cancels_the_batches_of_the_earlier_job(api, job, stand_in):
 
 
 def test_overwrite_needs_no_server_of_the_earlier_job(api, job, capsys):
-    job.write([line(f"c{n}") for n in range(10)])
     job.run(api.url, "--detach")
     manifest = job.out.with_name("out.jsonl.batches.json")
     manifest.write_text(manifest.read_text().replace(api.url, "http://127.0.0.1:1"))
@@ -210,14 +199,12 @@ def test_waiting_asks_for_its_own_batches_only(api, job, stand_in, monkeypatch):
         return asked(self)
 
     monkeypatch.setattr(BatchApi, "_all", count)
-    job.write([line(f"c{n}") for n in range(10)])
     assert job.run(api.url) == 0 and job.outcome() == ANSWERED
     assert len(listed) == 1
 
 
 def test_results_that_are_gone_are_sent_again(api, job, stand_in, capsys):
     """Somebody has deleted them, or they have expired: the job must not fail at every call."""
-    job.write([line(f"c{n}") for n in range(10)])
     job.run(api.url, "--detach")
     batch = api.wait(api.batches.list().data[0])
     api.files.delete(batch.output_file_id)
@@ -227,7 +214,6 @@ def test_results_that_are_gone_are_sent_again(api, job, stand_in, capsys):
 
 def test_a_download_gives_up_after_max_wait(api, job, monkeypatch, capsys):
     """As any other call: the server answers status requests and fails each download."""
-    job.write([line(f"c{n}") for n in range(10)])
     job.run(api.url, "--detach")
     api.wait(api.batches.list().data[0])
 
@@ -253,7 +239,6 @@ def test_lines_one_by_one_where_that_is_asked_for_or_there_are_no_batches(job, f
 
 def test_what_the_server_refuses_is_told(job, folder, capsys):
     with serving(StandIn(BatchesConfig(folder=str(folder), max_lines=5))) as url:
-        job.write([line(f"c{n}") for n in range(10)])
         assert job.run(url) == 3
         assert "a batch may have 5 lines (batches.max_lines)" in capsys.readouterr().err
         assert not job.out.read_text()
@@ -261,7 +246,6 @@ def test_what_the_server_refuses_is_told(job, folder, capsys):
 
 
 def test_a_wrong_window_is_refused_and_the_next_call_may_have_another(api, job, capsys):
-    job.write([line(f"c{n}") for n in range(10)])
     with pytest.raises(SystemExit, match="2"):
         job.run(api.url, "--window", "24x")
     assert "completion_window must be" in capsys.readouterr().err

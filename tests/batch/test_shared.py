@@ -32,9 +32,7 @@ def two(folder, postgres_url):
 @pytest.fixture
 def cluster():
     """A PostgreSQL server that may be stopped."""
-    if postgres.programs() is None:
-        pytest.skip(postgres.MISSING)
-    pytest.importorskip("psycopg", reason="PostgreSQL needs psycopg (cosched[postgres])")
+    postgres.skip_if_missing()
     with postgres.cluster() as cluster:
         yield cluster
 
@@ -59,10 +57,7 @@ def test_any_server_is_asked_and_all_answer(two):
     (first, at_first), (second, at_second) = two
     both_live(first)
     file = at_first.upload(lines(1500))
-    batch = at_second.batches.create(
-        input_file_id=file.id, endpoint="/v1/completions", completion_window="1h"
-    )
-    ended = at_first.wait(batch)
+    ended = at_first.wait(at_second.start(file.id))
     outcome = at_second.outcome(ended)
     assert outcome == {f"{n}": f"to {n}" for n in range(1500)}
     assert first.asked and second.asked
@@ -70,19 +65,6 @@ def test_any_server_is_asked_and_all_answer(two):
         until(lambda at=api.url: listed(at)["cosched"] == {"servers": 2})
         assert "cosched:batches_servers 2.0" in httpx.get(f"{api.url}/cosched/metrics").text
     assert (first.asked + second.asked).total() == 1500, "no line is sent twice"
-
-
-def test_all_servers_drop_a_cancelled_batch(two):
-    (first, at_first), (second, _) = two
-    for stand_in in (first, second):
-        stand_in.is_held = True
-    batch = at_first.create(lines(1500))
-    until(lambda: first.num_in_flight and second.num_in_flight)
-    at_first.batches.cancel(batch.id)
-    ended = at_first.wait(batch)
-    assert ended.status == "cancelled"
-    assert first.hung_up and second.hung_up
-    assert set(at_first.outcome(ended).values()) == {"batch_cancelled"}
 
 
 def test_a_server_that_ends_leaves_its_lines_at_once(folder, postgres_url):

@@ -185,19 +185,6 @@ def test_finished_lines_survive_a_restart_before_anything_of_them_is_at_the_url(
     assert len(again) <= before.service.config.high_watermark
 
 
-def test_cancelled_batches_and_files_without_good_lines(place, sqlite):
-    with running(place, sqlite) as (stand_in, api):
-        stand_in.is_held = True
-        batch = api.create(lines(300))
-        until(lambda: stand_in.num_in_flight)
-        api.files.delete(batch.input_file_id)
-        api.batches.cancel(batch.id)
-        ended = api.wait(batch)
-        assert ended.status == "cancelled" and ended.output_file_id is None
-        assert set(api.outcome(ended).values()) == {"batch_cancelled"}
-        until(lambda: objects(place) == {ended.error_file_id})
-
-
 def test_servers_that_share_a_store_need_no_folder_in_common(postgres_url, place):
     with (
         running(place, postgres_url, lease_s=1.5) as (first, at_first),
@@ -220,9 +207,7 @@ def test_while_files_are_away_nothing_is_lost_and_it_is_told(moody, sqlite, capl
         until(lambda: stand_in.num_in_flight == 256)
         file, other = api.upload(lines(20)), api.upload(lines(30))
         Moody.is_away = True
-        waiting = api.batches.create(
-            input_file_id=file.id, endpoint="/v1/completions", completion_window="1h"
-        )
+        waiting = api.start(file.id)
         for call in (lambda: api.upload(lines(1)), lambda: api.files.content(file.id)):
             with pytest.raises(openai.InternalServerError, match="cannot be used now") as caught:
                 call()

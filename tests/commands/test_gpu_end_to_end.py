@@ -4,26 +4,14 @@ import contextlib
 import json
 import os
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from cosched.lab.cost_models.specs import MODELS
+from tests.fake_server import FakeServer, Reply
 from tests.scripts import script
 
 OURS = "cosched_shared_prefix"
-
-
-def test_the_prompts_share_documents_and_more(tmp_path):
-    asked = script("gpu_end_to_end").prompts(0, length=40, documents=2, questions=6)
-    assert {rid[0] for rid in asked} == {"d", "q", "c"} and len(asked) == 2 + 12 + 6
-    for index in range(12):
-        document = asked[f"d{index % 2}"]
-        assert asked[f"q{index}"][: len(document)] == document
-    heads = [tuple(asked[f"q{i}"][:50]) for i in range(12)]
-    assert len(set(heads)) < 12, "some go on alike"
-    assert asked == script("gpu_end_to_end").prompts(0, length=40, documents=2, questions=6)
 
 
 def test_a_shape_is_a_model_without_weights(tmp_path):
@@ -34,47 +22,10 @@ def test_a_shape_is_a_model_without_weights(tmp_path):
     assert (folder / "tokenizer.json").exists() and not list(folder.glob("*.safetensors"))
 
 
-def test_the_table_has_a_row_for_each_server():
-    load = {
-        "step": "load",
-        "backend": "triton",
-        "offline_tokens_per_s": 1234.56,
-        "attainment": 0.5,
-        "ttft_ms": {"p50": 1.0, "p99": None},
-        "tpot_ms": {"p50": 2.0, "p99": 3.0},
-        "is_client_late": True,
-    }
-    tokens = {"step": "tokens", "model": "tiny, float32", "replies": 20, "same": 20}
-    table = script("gpu_end_to_end").markdown([tokens, load])
-    assert "| tiny, float32 | 20 | 20 |" in table
-    assert "| triton (the client was late) | 1,234.6 | 50.0% | 1.0,  | 2.0, 3.0 |" in table
-
-
-class FakeServer(BaseHTTPRequestHandler):
-    """Replies with tokens that follow from the prompt; of some it gets one wrong if told to."""
-
-    wrong = 0
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        asked, params = body["input_ids"], body["sampling_params"]
-        assert params["temperature"] == 0 and params["ignore_eos"]
-        tokens = [(sum(asked) + i) % 2000 for i in range(params["max_new_tokens"])]
-        if len(asked) % 100 in range(20, 20 + self.wrong):
-            tokens[3] = -1
-        reply = json.dumps({"output_ids": tokens}).encode()
-        self.send_response(200)
-        self.send_header("content-length", str(len(reply)))
-        self.end_headers()
-        self.wfile.write(reply)
-
-    def log_message(self, *args):
-        pass
-
-
 @pytest.fixture
 def fake_servers(monkeypatch):
-    """`serving` starts a fake server; those of our backend get `wrong` replies wrong."""
+    """(backend, model, configuration) of each started server. Its tokens follow from the prompt;
+    servers of our backend get `wrong` replies wrong."""
     started = []
 
     @contextlib.asynccontextmanager
@@ -82,11 +33,17 @@ def fake_servers(monkeypatch):
         backend = flags[flags.index("--attention-backend") + 1]
         config = json.loads(os.environ["COSCHED_CONFIG"])["shared_prefix"]
         started.append((backend, model_path, config))
-        handler = type("Handler", (FakeServer,), {"wrong": FakeServer.wrong * (backend == OURS)})
-        with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-            threading.Thread(target=server.serve_forever, daemon=True).start()
-            yield f"http://127.0.0.1:{server.server_port}"
-            server.shutdown()
+
+        def reply(asked):
+            ids, params = asked.body["input_ids"], asked.body["sampling_params"]
+            assert params["temperature"] == 0 and params["ignore_eos"]
+            tokens = [(sum(ids) + i) % 2000 for i in range(params["max_new_tokens"])]
+            if backend == OURS and len(ids) % 100 in range(20, 20 + run.num_wrong):
+                tokens[3] = -1
+            return Reply.of({"output_ids": tokens})
+
+        with FakeServer(reply) as server:
+            yield server.base_url
 
     monkeypatch.setattr(script("gpu_end_to_end"), "serving", serving)
     return started
@@ -97,6 +54,9 @@ def run(monkeypatch, capsys, folder, *options):
     monkeypatch.setattr(sys, "argv", [*command, "--questions", "3", *options])
     script("gpu_end_to_end").main()
     return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+run.num_wrong = 0
 
 
 def test_both_backends_are_asked_the_same(tmp_path, monkeypatch, capsys, fake_servers):
@@ -111,7 +71,7 @@ def test_both_backends_are_asked_the_same(tmp_path, monkeypatch, capsys, fake_se
 
 
 def test_replies_that_differ_fail_the_run(tmp_path, monkeypatch, capsys, fake_servers):
-    monkeypatch.setattr(FakeServer, "wrong", 1)
+    monkeypatch.setattr(run, "num_wrong", 1)
     with pytest.raises(SystemExit, match=r"replies differ: \{'c0': 3\}"):
         run(monkeypatch, capsys, tmp_path)
     assert (tmp_path / "end_to_end.json").exists()

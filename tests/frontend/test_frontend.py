@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -14,83 +13,54 @@ from cosched.frontend import OfflineEndpoint, offline  # before sglang
 
 import sglang as sgl  # isort: skip
 
+from tests.fake_server import FakeServer, Reply
 
-class Listener(ThreadingHTTPServer):
+
+class Listener(FakeServer):
     """Keeps the body of each ``/generate``; answers ``x``, with made-up log probabilities."""
 
-    daemon_threads = True
-    request_queue_size = 200  # run_batch opens up to 96 connections at once
-
     def __init__(self):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.bodies = []
+        super().__init__(self.generate)
         self.gate = threading.Event()
         self.gate.set()
-        self.url = f"http://127.0.0.1:{self.server_port}"
+
+    @property
+    def bodies(self):
+        return [asked.body for asked in self.asked]
 
     @property
     def priorities(self):
         """Distinct priorities of what came, for a program's many requests."""
         return {body.get("priority") for body in self.bodies}
 
+    def get(self, path):
+        return Reply.of({"model_path": "none", "is_generation": True})
 
-class Handler(BaseHTTPRequestHandler):
-    def log_message(self, *args):
-        pass
-
-    def do_GET(self):
-        self.answer({"model_path": "none", "is_generation": True})
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or "null")
-        self.server.bodies.append(body)
-        self.server.gate.wait(10)
-        one = {
-            "text": "x",
-            "meta_info": {
-                "prompt_tokens": 4,
-                # The first token of a prompt follows nothing; SGLang's choices rely on the None.
-                "input_token_logprobs": [
-                    [None if "input_ids" in body else -0.5, 1, "a"],
-                    [-0.5, 2, "b"],
-                ],
-                "output_token_logprobs": [],
-            },
-        }
-        batch = body.get("text") or body.get("input_ids")
+    def generate(self, asked):
+        self.gate.wait(10)
+        # The first token of a prompt follows nothing; SGLang's choices rely on the None.
+        first = None if "input_ids" in asked.body else -0.5
+        probabilities = [[first, 1, "a"], [-0.5, 2, "b"]]
+        meta = {"prompt_tokens": 4, "input_token_logprobs": probabilities}
+        one = {"text": "x", "meta_info": {**meta, "output_token_logprobs": []}}
+        batch = asked.body.get("text") or asked.body.get("input_ids")
         result = [one] * len(batch) if isinstance(batch, list) else one
-        if body.get("stream"):
-            self.send(f"data: {json.dumps(result)}\n\ndata: [DONE]\n\n", "text/event-stream")
-        else:
-            self.answer(result)
-
-    def answer(self, value):
-        self.send(json.dumps(value), "application/json")
-
-    def send(self, text, content_type):
-        data = text.encode()
-        self.send_response(200)
-        self.send_header("Content-Type", content_type)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
+        if not asked.body.get("stream"):
+            return Reply.of(result)
+        events = f"data: {json.dumps(result)}\n\ndata: [DONE]\n\n".encode()
+        return Reply(body=events, headers={"content-type": "text/event-stream"})
 
 
 @pytest.fixture
 def listener():
-    server = Listener()
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield server
-    server.gate.set()
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with Listener() as server:
+        yield server
+        server.gate.set()
 
 
 @pytest.fixture
 def endpoint(listener):
-    return sgl.RuntimeEndpoint(listener.url)
+    return sgl.RuntimeEndpoint(listener.base_url)
 
 
 @pytest.fixture(autouse=True)
@@ -142,30 +112,17 @@ def kinds(bodies):
     return found
 
 
-def test_all_requests_of_an_offline_endpoint_carry_the_priority(listener):
-    backend = OfflineEndpoint(listener.url)
-    assert isinstance(backend, sgl.RuntimeEndpoint)
-    everything.run(question="why", backend=backend).sync()
-    run_to_end(everything.run(question="how", backend=backend, stream=True))
-    backend.cache_prefix("a prefix")
-    assert kinds(listener.bodies) == KINDS
-    assert listener.bodies[-1] == {
-        "text": "a prefix",
-        "sampling_params": {"max_new_tokens": 0},
-        "priority": OFFLINE_PRIORITY,
-    }
-    assert listener.priorities == {OFFLINE_PRIORITY}
-
-
-def test_only_the_priority_is_added(listener, endpoint):
+def test_an_offline_endpoint_adds_the_priority_to_all_requests_and_nothing_else(listener, endpoint):
     def bodies(backend):
-        listener.bodies.clear()
+        listener.asked.clear()
         everything.run(question="why", backend=backend).sync()
+        run_to_end(everything.run(question="how", backend=backend, stream=True))
         backend.cache_prefix("a prefix")
+        assert kinds(listener.bodies) == KINDS
         return sorted(json.dumps(body, sort_keys=True) for body in listener.bodies)
 
     plain = [json.loads(body) for body in bodies(endpoint)]
-    marked = [json.loads(body) for body in bodies(OfflineEndpoint(listener.url))]
+    marked = [json.loads(body) for body in bodies(OfflineEndpoint(listener.base_url))]
     assert [body | {"priority": OFFLINE_PRIORITY} for body in plain] == marked
 
 
@@ -174,7 +131,7 @@ def test_only_the_priority_is_added(listener, endpoint):
 def test_run_batch(listener, num_threads, generator_style):
     states = ask.run_batch(
         [{"question": str(i)} for i in range(20)],
-        backend=OfflineEndpoint(listener.url),
+        backend=OfflineEndpoint(listener.base_url),
         num_threads=num_threads,
         generator_style=generator_style,
     )
@@ -193,7 +150,7 @@ class TestBlock:
             ask.run_batch(self.BATCH)
             ask.run(question="alone").sync()
         assert listener.priorities == {OFFLINE_PRIORITY}
-        listener.bodies.clear()
+        listener.asked.clear()
         ask.run_batch(self.BATCH)
         assert listener.priorities == {None}
 
@@ -204,7 +161,7 @@ class TestBlock:
             ask.cache(backend=endpoint)
             ask.cache(backend=twin)
         assert listener.priorities == {OFFLINE_PRIORITY}
-        listener.bodies.clear()
+        listener.asked.clear()
         ask.cache(backend=endpoint)
         ask.run(question="after", backend=endpoint).sync()
         assert listener.priorities == {None}
@@ -224,14 +181,7 @@ class TestBlock:
         assert listener.priorities == {OFFLINE_PRIORITY}
         assert vars(runtime) == {"endpoint": endpoint}
 
-    def test_leaves_no_trace_and_asks_the_server_nothing(self, listener, endpoint):
-        before = dict(vars(endpoint))
-        with pytest.raises(KeyError), offline(endpoint):
-            raise KeyError
-        assert vars(endpoint) == before
-        assert listener.bodies == []
-
-    def test_a_program_stays_offline_after_the_block(self, listener, endpoint):
+    def test_a_program_stays_of_the_class_in_which_it_began(self, listener, endpoint):
         listener.gate.clear()
         with offline(endpoint):
             state = everything.bind(question="why").run(backend=endpoint, stream=True)
@@ -239,27 +189,25 @@ class TestBlock:
         run_to_end(state)
         assert kinds(listener.bodies) == KINDS
         assert listener.priorities == {OFFLINE_PRIORITY}
-
-    def test_a_program_that_already_runs_stays_online(self, listener, endpoint):
+        listener.asked.clear()
         listener.gate.clear()
         state = everything.run(question="why", backend=endpoint, stream=True)
         with offline(endpoint):
             listener.gate.set()
             run_to_end(state)
-        assert listener.priorities == {None}
-
-    def test_other_endpoints_stay_online(self, listener, endpoint):
-        with offline(endpoint):
-            ask.run_batch(self.BATCH, backend=sgl.RuntimeEndpoint(listener.url))
+            ask.run_batch(self.BATCH, backend=sgl.RuntimeEndpoint(listener.base_url))
         assert listener.priorities == {None}
 
     def test_nested_and_overlapping(self, listener, endpoint):
         def priorities():
-            listener.bodies.clear()
+            listener.asked.clear()
             ask.run(question="?", backend=endpoint).sync()
             return listener.priorities
 
         before = dict(vars(endpoint))
+        with pytest.raises(KeyError), offline(endpoint):
+            raise KeyError
+        assert vars(endpoint) == before and not listener.bodies
         first, second = offline(endpoint), offline(endpoint)
         first.__enter__()
         twin = second.__enter__()

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import random
-import subprocess
 import time
 from collections import Counter
+
+from tests.batch.api import line
+from tests.batch.jsonl.conftest import Batch
+from tests.fake_server import Reply, answer
 
 NUM_KILLS = 10
 NUM_LINES = 700
 SEED = 20240611
 
 
-def make_lines(tools, rng):
+def make_lines(rng):
     """Good lines, lines that the server refuses, broken lines, duplicates."""
     lines = []
     for number in range(NUM_LINES):
@@ -20,19 +23,16 @@ def make_lines(tools, rng):
         if kind < 0.03:
             lines.append("{broken")
         elif kind < 0.06 and lines:
-            lines.append(tools.completion(f"a{rng.randrange(number)}"))
+            lines.append(line(f"a{rng.randrange(number)}"))
         else:
-            lines.append(tools.completion(f"a{number}", prompt=rng.choice(["ok", "refuse"])))
+            lines.append(line(f"a{number}", rng.choice(["ok", "refuse"])))
     return lines
 
 
-def behave(tools):
-    def decide(asked):
-        if asked.body["prompt"] == "refuse":
-            return tools.Reply(status=400, delay_s=0.02)
-        return tools.answer(asked, delay_s=0.05)
-
-    return decide
+def behave(asked):
+    if asked.body["prompt"] == "refuse":
+        return Reply(status=400, delay_s=0.02)
+    return answer(asked, delay_s=0.05)
 
 
 def kill_at_a_random_moment(batch, rng):
@@ -53,10 +53,10 @@ def size(batch):
     return sum(path.stat().st_size for path in (batch.out, batch.errors) if path.exists())
 
 
-def test_no_line_is_lost_or_repeated(batch, tools):
+def test_no_line_is_lost_or_repeated(batch):
     rng = random.Random(SEED)
-    batch.write(make_lines(tools, rng))
-    batch.server.behave = behave(tools)
+    batch.write(make_lines(rng))
+    batch.server.behave = behave
     sizes = []
     for _ in range(NUM_KILLS):
         kill_at_a_random_moment(batch, rng)
@@ -71,9 +71,9 @@ def test_no_line_is_lost_or_repeated(batch, tools):
     answered = Counter(record["custom_id"] for record in batch.answers())
     assert set(answered.values()) == {1}
     # A job that was never interrupted says the same about every line.
-    again = batch.folder / "again.jsonl"
-    subprocess.run(batch.command("-o", str(again), "--concurrency", "64"), capture_output=True)
-    assert outcomes(batch) == outcomes(batch.beside(again))
+    again = Batch(batch.folder, batch.server, out="again.jsonl")
+    again.run("--concurrency", "64", code=1)
+    assert outcomes(batch) == outcomes(again)
 
 
 def outcomes(batch):

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import json
 
+from tests.batch.api import line
+
 NUM_LINES = 100_000
 LINE_BYTES = 600  # as text the file is 60 MB
 
 
-def write_many(batch, tools, num_lines):
-    line = json.dumps(tools.completion("ID", prompt="x" * (LINE_BYTES - 120)))
+def validated(batch, num_lines):
+    text = json.dumps(line("ID", "x" * (LINE_BYTES - 120)))
     with open(batch.input, "w") as file:
         for number in range(num_lines):
-            file.write(line.replace("ID", f"request-{number:012d}") + "\n")
+            file.write(text.replace("ID", f"request-{number:012d}") + "\n")
+    return batch.end(batch.start("--validate"))
 
 
-def test_many_lines_take_little_more_memory_than_few(batch, tools):
-    write_many(batch, tools, 100)
-    few = batch.run("--validate")["peak_rss_mib"]
-    write_many(batch, tools, NUM_LINES)
-    report = batch.run("--validate")
-    assert report["counts"]["valid"] == NUM_LINES
-    grown_bytes = (report["peak_rss_mib"] - few) * (1 << 20)
+def test_many_lines_take_little_more_memory_than_few(batch):
+    few, many = validated(batch, 100), validated(batch, NUM_LINES)
+    assert many["counts"]["valid"] == NUM_LINES
+    grown_bytes = (many["peak_rss_mib"] - few["peak_rss_mib"]) * (1 << 20)
     assert grown_bytes / NUM_LINES < 64, f"{grown_bytes / NUM_LINES:.0f} bytes a line"
