@@ -8,42 +8,23 @@ import signal
 import subprocess
 import sys
 import time
-from array import array
 from pathlib import Path
 
 import pytest
-from rich.console import Console
-from rich.progress import Progress as Bars
 
-from cosched.core.request import RequestClass, Slo
+from cosched.core.request import Slo
 from cosched.lab.benchmark.live import LiveResult, print_live
 from cosched.lab.benchmark.own_server import OwnRun
-from cosched.lab.demo import Demo, Measured, draw, main, progress_of, targets_from
-from cosched.lab.metrics.records import RequestRecord
+from cosched.lab.demo import Demo, Measured, draw, main, targets_from
 from cosched.lab.simulation.requests import load_requests
 from cosched.lab.simulation.run import summarize_run
+from tests.lab.metrics.samples import OFFLINE, request
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-ONLINE, OFFLINE = RequestClass.ONLINE, RequestClass.OFFLINE
 
 
 def spec(name, **options):
     return Demo(seconds=20, rate=4, **options).spec(name)
-
-
-def record(index, arrival_s=0.0, *, request_class=ONLINE, sent_s=None, times=(), **fields):
-    return RequestRecord(
-        rid=f"{request_class.value}{index}",
-        request_class=request_class,
-        arrival_s=arrival_s,
-        sent_s=arrival_s if sent_s is None else sent_s,
-        num_prompt_tokens=90,
-        num_output_tokens=len(times),
-        first_token_s=times[0] if times else None,
-        token_times=array("d", times),
-        finish_s=times[-1] if times else None,
-        **fields,
-    )
 
 
 def measured(name, records, *, load_average=0.5, **options):
@@ -56,10 +37,11 @@ def measured(name, records, *, load_average=0.5, **options):
 def made_up(name, *, delay_s=0.1, **options):
     """A scenario in which everything takes `delay_s`."""
     records = [
-        record(a, float(a), times=[a + delay_s * (i + 1) for i in range(3)]) for a in range(5)
+        request(a, tuple(a + delay_s * (i + 1) for i in range(3)), sent_s=a)
+        for a in map(float, range(5))
     ]
     if name != "online-only":
-        records += [record(i, -1.0, request_class=OFFLINE, times=[i + 1.0]) for i in range(2)]
+        records += [request(-1.0, (i + 1.0,), request_class=OFFLINE) for i in range(2)]
     return measured(name, records, **options)
 
 
@@ -71,55 +53,42 @@ def test_every_scenario_gets_the_same_requests():
     assert prompts[0].isdisjoint(prompts[1])
 
 
-def test_the_requests_have_not_changed():
-    # Numbers of earlier runs are comparable only while this holds.
-    online, offline = load_requests(spec("hygen"))
-    chat = [(round(r.arrival_s, 3), r.num_prompt_tokens, r.num_output_tokens) for r in online[:3]]
-    assert chat == [(0.133, 410, 24), (0.37, 206, 20), (0.59, 137, 58)]
-    assert [r.num_prompt_tokens for r in offline[:3]] == [642, 599, 650]
-
-
 def test_targets_follow_from_chat_alone_where_they_are_not_given():
     """Everything takes 100 ms: 250 ms and 125 ms."""
     alone = made_up("online-only").result
     assert targets_from(alone, Slo()) == Slo(ttft_s=0.25, tpot_s=0.125)
     assert targets_from(alone, Slo(tpot_s=0.02)) == Slo(ttft_s=0.25, tpot_s=0.02)
-    unanswered = measured("online-only", [record(0)]).result
+    unanswered = measured("online-only", [request(sent_s=0.0)]).result
     assert targets_from(unanswered, Slo()) == Slo(ttft_s=0.3, tpot_s=0.02)
 
 
-def test_a_job_that_ends_early_is_said_to():
-    run = made_up("sarathi", offline_prompts=2)
-    assert run.job() == {"num_requests": 2, "num_done": 2, "ended_s": 2.0}
-    assert any("the job was done 2 s into the window" in line for line in run.notes())
-    assert made_up("sarathi").job() == {"num_requests": 800, "num_done": 2, "ended_s": None}
-    assert made_up("online-only").job() is None
-
-
-def test_scenarios_are_compared_with_online_only():
-    alone, stock = made_up("online-only"), made_up("sglang", delay_s=0.3)
+def test_a_scenario_is_compared_with_online_only_and_a_job_that_ends_early_is_said_to():
+    alone = made_up("online-only")
+    stock = made_up("sglang", delay_s=0.3, offline_prompts=2)
     row = json.loads(json.dumps(stock.to_row(alone.result)))
     assert row["summary"]["online"]["ttft_s"]["p50"] == pytest.approx(0.3)
     assert row["comparison"]["tpot_p99_ratio"] == pytest.approx(3.0)
     assert row["summary"]["offline"]["requests_per_s"] == pytest.approx(0.1)
+    assert row["job"] == {"num_requests": 2, "num_done": 2, "ended_s": 2.0}
+    assert any("the job was done 2 s into the window" in line for line in stock.notes())
     assert stock.to_row(None)["comparison"] is None
     assert alone.to_row(alone.result)["job"] is None
 
 
 def test_a_failed_request_is_pointed_out():
-    failed = record(0, ok=False, finish_reason="HTTP 500: oh")
+    failed = request(sent_s=0.0, ok=False, finish_reason="HTTP 500: oh")
     run = measured("sglang", [failed], load_average=100.0 * (os.cpu_count() or 1))
     assert (
         "1 of 1 online requests have no whole answer; the first: HTTP 500" in run.result.notes()[0]
     )
     assert "others used the machine" in run.notes()[0]
-    unanswered = measured("sglang", [record(0)])
+    unanswered = measured("sglang", [request(sent_s=0.0)])
     assert "not answered when the run ended" in unanswered.result.notes()[0]
 
 
 def test_a_client_that_was_late_itself_is_marked(capsys):
     late, in_time = (
-        measured(name, [record(0, 1.0, sent_s=1.0 + delay_s, times=[7.0, 7.1])]).result
+        measured(name, [request(1.0, (7.0, 7.1), sent_s=1.0 + delay_s)]).result
         for name, delay_s in (("sglang", 5.193), ("hygen", 0.01))
     )
     print_live([late, in_time])
@@ -129,22 +98,9 @@ def test_a_client_that_was_late_itself_is_marked(capsys):
     assert late.to_row()["max_client_delay_ms"] == pytest.approx(5193)
 
 
-def test_in_a_log_each_phase_is_a_line(capsys):
-    bars = Bars(console=Console(stderr=True, force_terminal=False), disable=True)
-    show = progress_of(bars, "hygen", total_s=40.0)
-    for text in ("server starts", "warm-up", "online: 1/9 sent", "online: 2/9 sent"):
-        show(text, 1.0)
-    lines = capsys.readouterr().err.splitlines()
-    assert [line.split(":")[2].strip() for line in lines] == [
-        "server starts (1/40 s)",
-        "warm-up (1/40 s)",
-        "online",
-    ]
-
-
 def test_the_picture_is_drawn_also_where_nothing_was_answered(tmp_path):
     path = tmp_path / "demo.png"
-    nothing = measured("priority", [record(0)])
+    nothing = measured("priority", [request(sent_s=0.0)])
     draw([made_up("online-only"), made_up("sglang", delay_s=0.3), nothing], path)
     assert path.read_bytes().startswith(b"\x89PNG")
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -14,19 +15,12 @@ from cosched.config import Config, parse_config
 from cosched.lab import tune
 from cosched.lab.benchmark.sweep import KNOBS, LEAST_GAIN, TOLERANCE, sweep
 from cosched.lab.simulation.machine import Machine
-from cosched.lab.simulation.run import RunSpec, execute
+from cosched.lab.simulation.run import RunSpec, WorkloadSpec, execute
 from cosched.lab.simulation.setting import setting_of
 from cosched.schedule.base import Budgets
+from tests.lab.simulation.specs import make_spec
 
 SPEC = RunSpec(setting=setting_of("cosched"), machine=Machine(chunk_tokens=2048))
-
-
-@dataclass(frozen=True)
-class Ran:
-    attainment: float
-    offline_tokens_per_s: float
-    baseline_attainment: float = 1.0
-    gave_up: bool = False
 
 
 def test_each_knob_sets_what_it_names():
@@ -54,7 +48,12 @@ def test_a_value_stays_where_it_serves_more_and_chat_as_well(gains, data):
             for knob, value in special.items():
                 if KNOBS[knob].of(spec) == value:
                     met, rate = met - harm[knob] * (met > 0.99), rate * gains[knob]
-            found[name] = Ran(attainment=met, offline_tokens_per_s=rate)
+            found[name] = SimpleNamespace(
+                attainment=met,
+                offline_tokens_per_s=rate,
+                baseline_attainment=1.0,
+                gave_up=False,
+            )
         return found
 
     swept = sweep(SPEC, [*KNOBS.values()], run)
@@ -132,9 +131,6 @@ def test_bad_arguments(tmp_path, capsys, more, named):
     with pytest.raises(SystemExit) as ended:
         tune.main(arguments(tmp_path, *more))
     assert ended.value.code == 2 and named in capsys.readouterr().err
-
-
-def test_both_classes_are_needed(tmp_path, capsys):
     with pytest.raises(SystemExit):
         tune.main(["--online", "alpaca", "--out", str(tmp_path / "c.json")])
     assert "name --online and --offline" in capsys.readouterr().err
@@ -142,7 +138,9 @@ def test_both_classes_are_needed(tmp_path, capsys):
 
 def test_a_choice_that_is_no_better_elsewhere_is_not_taken(tmp_path, monkeypatch, capsys):
     """A made-up machine on which a longer burst pays with the first seed alone."""
-    result = execute(replace(SPEC, **small()))
+    result = execute(
+        make_spec("cosched", online=WorkloadSpec(name="alpaca", rate=6.0), duration_s=2.0)
+    )
 
     def execute_all(specs, *, num_jobs, store):
         for index, spec in enumerate(specs):
@@ -161,15 +159,3 @@ def test_a_choice_that_is_no_better_elsewhere_is_not_taken(tmp_path, monkeypatch
     shown = capsys.readouterr().out
     assert "the defaults stay: with another seed the choice was no better" in shown
     assert "budgets" not in json.loads((tmp_path / "cosched.json").read_text())
-
-
-def small():
-    from cosched.lab.simulation.run import CostSpec, WorkloadSpec
-
-    return {
-        "machine": Machine(kv_tokens=20_000, chunk_tokens=512, max_running_requests=32),
-        "online": WorkloadSpec(name="alpaca", rate=6.0),
-        "offline": WorkloadSpec(name="bros-offline", num_requests=60),
-        "cost": CostSpec(name="roofline"),
-        "duration_s": 2.0,
-    }

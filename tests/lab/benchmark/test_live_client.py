@@ -9,11 +9,11 @@ from cosched.core.request import RequestClass
 from cosched.errors import ConfigError
 from cosched.lab.benchmark import live
 from cosched.lab.benchmark.live import LiveTarget, ServerError, measure_live, run_live, with_misses
-from cosched.lab.metrics.records import RequestRecord
 from cosched.lab.simulation.clients import online_client
 from cosched.lab.simulation.run import RunSpec
 from cosched.lab.simulation.setting import OfflineClient, Setting
 from cosched_traces.workload import Segment, TraceRequest
+from tests.lab.metrics.samples import request as ended
 
 
 def request(rid, request_class, arrival_s, num_tokens=6, **fields):
@@ -155,25 +155,13 @@ def test_what_came_in_time_counts_also_where_the_client_was_late(monkeypatch, gr
 
 
 def test_a_server_that_is_not_there_is_named():
-    target = LiveTarget(base_url="http://127.0.0.1:9")
     with pytest.raises(ServerError, match=r"no server at http://127\.0\.0\.1:9"):
-        asyncio.run(run_live(target, [], duration_s=1.0))
+        asyncio.run(run_live(LiveTarget(base_url="http://127.0.0.1:9"), [], duration_s=1.0))
     with pytest.raises(ConfigError, match="must begin with http"):
         LiveTarget(base_url="localhost:3000")
 
 
 def test_a_reply_without_a_hit_counts_as_a_miss_once_the_server_reports_hits():
-    def done(rid, num_cached):
-        return RequestRecord(
-            rid=rid,
-            request_class=RequestClass.ONLINE,
-            arrival_s=0.0,
-            num_prompt_tokens=8,
-            num_output_tokens=2,
-            first_token_s=1.0,
-            finish_s=2.0,
-            num_cached_tokens=num_cached,
-        )
-
-    assert [r.num_cached_tokens for r in with_misses([done("a", 4), done("b", None)])] == [4, 0]
-    assert [r.num_cached_tokens for r in with_misses([done("a", None)])] == [None]
+    hit, unknown = ended(0.0, (1.0,), num_cached_tokens=4), ended(0.0, (1.0,))
+    assert [r.num_cached_tokens for r in with_misses([hit, unknown])] == [4, 0]
+    assert [r.num_cached_tokens for r in with_misses([unknown])] == [None]

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from array import array
 from pathlib import Path
 
 import pytest
@@ -15,15 +14,14 @@ import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.batch.jsonl import server as jobs_server
 from cosched.batch.jsonl.errors import ServerGoneError
 from cosched.config import ENV_VAR
-from cosched.core.request import RequestClass
 from cosched.errors import CoschedError
 from cosched.lab import profile
 from cosched.lab.benchmark import own_server
 from cosched.lab.benchmark.live import LiveResult
 from cosched.lab.benchmark.own_server import OwnServers
-from cosched.lab.metrics.records import RequestRecord
 from cosched.lab.simulation.run import RunSpec, WorkloadSpec, summarize_run
 from cosched.lab.simulation.setting import setting_of
+from tests.lab.metrics.samples import request
 
 SPEC = RunSpec(
     setting=setting_of("hygen"),
@@ -48,18 +46,8 @@ def started(monkeypatch):
     async def measure_live(target, spec, online, offline, **options):
         ttft_s = 0.1 + (servers[-1][1]["latency_budget_ms"] or 0.0) / 1e3
         records = [
-            RequestRecord(
-                rid=request.rid,
-                request_class=RequestClass.ONLINE,
-                arrival_s=request.arrival_s,
-                sent_s=request.arrival_s,
-                num_prompt_tokens=10,
-                num_output_tokens=2,
-                first_token_s=request.arrival_s + ttft_s,
-                token_times=array("d", [request.arrival_s + ttft_s, request.arrival_s + ttft_s]),
-                finish_s=request.arrival_s + ttft_s,
-            )
-            for request in online
+            request(one.arrival_s, (one.arrival_s + ttft_s,) * 2, rid=one.rid, sent_s=one.arrival_s)
+            for one in online
         ]
         summary = summarize_run(spec, records, None, end_s=spec.end_s)
         return LiveResult(spec=spec, summary=summary, records=records)
@@ -95,24 +83,9 @@ def test_a_tolerance_is_relative_to_online_requests_alone_on_a_stock_server(star
     assert 95 <= answer["value"] <= 100
 
 
-def test_flags_of_a_server_need_a_model(capsys):
-    arguments = ["slo", "--slo", "p99_ttft<=1s", "--online", "demo-chat", "--offline", "demo-job"]
-    with pytest.raises(SystemExit) as ended:
-        profile.main([*arguments, "--", "--dtype", "float32"])
-    assert ended.value.code == 2 and "--model-path" in capsys.readouterr().err
-
-
 def test_a_server_that_answers_nothing_is_told_before_it_is_measured(started, monkeypatch):
     async def broken(target, spec, online, offline, **options):
-        record = RequestRecord(
-            rid="r",
-            request_class=RequestClass.ONLINE,
-            arrival_s=0.0,
-            num_prompt_tokens=1,
-            num_output_tokens=0,
-            ok=False,
-            finish_reason="HTTP 500: oh",
-        )
+        record = request(0.0, ok=False, finish_reason="HTTP 500: oh")
         summary = summarize_run(spec, [record], None, end_s=spec.end_s)
         return LiveResult(spec=spec, summary=summary, records=[record])
 

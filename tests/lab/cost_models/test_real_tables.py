@@ -35,24 +35,6 @@ def test_roofline_is_within_a_factor_of_three(pair):
         assert error.mean < 0.25
 
 
-def test_more_work_is_never_cheaper(pair):
-    table, _ = pair
-    for batch in typical_batches(seed=3, num=300, max_kv_tokens=400_000):
-        before = table.iteration_s(batch)
-        more = [
-            BatchShape(prefills=[*batch.prefills, Prefill(50, 100)], decodes=batch.decodes),
-            BatchShape(prefills=batch.prefills, decodes=[*batch.decodes, 400]),
-        ]
-        if batch.prefills:
-            first, *rest = batch.prefills
-            for grown in (
-                first._replace(num_new=first.num_new + 20),
-                first._replace(num_cached=first.num_cached + 20),
-            ):
-                more.append(BatchShape(prefills=[grown, *rest], decodes=batch.decodes))
-        assert all(table.iteration_s(other) * 1.03 >= before for other in more)
-
-
 def test_one_request_on_an_h100_decodes_as_fast_as_sglang_did(real_tables):
     # SGLang documentation, server log: Llama-3.1-8B, one H100, one request: 144 tokens/s.
     model = make_cost_model("kernel-table", model="Llama-3.1-8B", gpu="H100", data_dir=real_tables)

@@ -1,4 +1,4 @@
-"""Reading the CSV files, and saying what is wrong with them."""
+"""Reading the CSV files of kernel tables, and what is wrong with them."""
 
 from __future__ import annotations
 
@@ -17,36 +17,37 @@ def test_plain_and_gzipped_files_read_alike(tmp_path):
     assert read_table(plain, "gemm") == read_table(packed, "gemm") == [(16, 2048, 1024, 0.25e-3)]
 
 
-def test_columns_may_stand_in_any_order_among_others(tmp_path):
-    path = write(tmp_path / "a.csv", "latency,k,framework,n,m", [(0.5, 64, "x", 32, 1)])
-    assert read_table(path, "gemm") == [(1, 32, 64, 0.5e-3)]
+def attention(kv_dtype="bfloat16", step=0, window=0):
+    return ("T1", 2, 64, 8, 2, 128, "bfloat16", kv_dtype, step, window, 0.5)
 
 
-def test_other_types_windows_and_prefixes_are_skipped(tmp_path):
-    kept = ("T1", 2, 64, 8, 2, 128, "bfloat16", "bfloat16", 0, 0, 0.5)
-    path = write(
-        tmp_path / "a.csv",
-        ATTENTION,
-        [
-            kept,
-            ("T1", 2, 64, 8, 2, 128, "bfloat16", "fp8", 0, 0, 0.4),
-            ("T1", 2, 64, 8, 2, 128, "bfloat16", "bfloat16", 0, 128, 0.3),
-            ("T1", 2, 64, 8, 2, 128, "bfloat16", "bfloat16", 512, 0, 0.2),
-        ],
-    )
-    assert read_table(path, "context_attention") == [(8, 2, 128, 2, 64, 0.5e-3)]
+REDUCES = [("T1", "bfloat16", 2, 128, 0.005, f"sglang_{kind}") for kind in ("graph", "eager")]
 
 
-def test_a_decode_attends_to_its_new_token_too(tmp_path):
-    row = ("T1", 4, 1, 8, 2, 128, "bfloat16", "bfloat16", 1023, 0, 0.5)
-    path = write(tmp_path / "a.csv", ATTENTION, [row])
-    assert read_table(path, "generation_attention") == [(8, 2, 128, 4, 1024, 0.5e-3)]
-
-
-def test_all_reduces_come_from_graphs(tmp_path):
-    rows = [("T1", "bfloat16", 2, 128, 0.005, f"sglang_{kind}") for kind in ("graph", "eager")]
-    path = write(tmp_path / "a.csv", ALLREDUCE, rows)
-    assert read_table(path, "allreduce") == [(2, 128, pytest.approx(5e-6))]
+@pytest.mark.parametrize(
+    ("kind", "header", "rows", "expected"),
+    [
+        ("gemm", "latency,k,framework,n,m", [(0.5, 64, "x", 32, 1)], [(1, 32, 64, 0.5e-3)]),
+        # Other types, windows and prefixes are skipped.
+        (
+            "context_attention",
+            ATTENTION,
+            [attention(), attention("fp8"), attention(window=128), attention(step=512)],
+            [(8, 2, 128, 2, 64, 0.5e-3)],
+        ),
+        # A decode attends to its new token too.
+        (
+            "generation_attention",
+            ATTENTION,
+            [("T1", 4, 1, 8, 2, 128, "bfloat16", "bfloat16", 1023, 0, 0.5)],
+            [(8, 2, 128, 4, 1024, 0.5e-3)],
+        ),
+        # All-reduces come from graphs.
+        ("allreduce", ALLREDUCE, REDUCES, [(2, 128, pytest.approx(5e-6))]),
+    ],
+)
+def test_rows_are_read_by_the_names_of_their_columns(tmp_path, kind, header, rows, expected):
+    assert read_table(write(tmp_path / "a.csv", header, rows), kind) == expected
 
 
 @pytest.mark.parametrize(
@@ -68,42 +69,32 @@ def test_a_bad_row_is_named_by_file_and_line(tmp_path, bad, message):
     assert message in str(error.value)
 
 
-def test_a_missing_column_is_named(tmp_path):
+def test_a_table_without_its_columns_or_usable_rows_or_file_is_refused(tmp_path):
     path = write(tmp_path / "a.csv", "m,n,latency", [(1, 2, 3)])
     with pytest.raises(ConfigError, match=r"a\.csv:1: no column k; there are latency, m, n"):
         read_table(path, "gemm")
-
-
-def test_a_table_without_usable_rows_is_refused(tmp_path):
     path = write(tmp_path / "a.csv", GEMM, [("T1", "fp8", 16, 2048, 1024, 0.25)])
     with pytest.raises(ConfigError, match="no bfloat16 rows"):
         read_table(path, "gemm")
-
-
-def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(ConfigError, match="No such file"):
         read_table(tmp_path / "none.csv", "gemm")
 
 
-class TestFinding:
-    def test_tables_are_found_where_the_data_sets_keep_them(self, tmp_path, table_dir):
-        folder = tmp_path / "profiles" / "aiconfigurator"
-        folder.parent.mkdir()
-        folder.symlink_to(table_dir)
-        paths = find_tables(tmp_path, "t1")
-        assert paths["gemm"] == folder / "t1_any_gemm.csv.gz"
-        assert paths["allreduce"] == folder / "t1_any_custom_allreduce.csv"
+def test_tables_are_found_where_the_data_sets_keep_them(tmp_path, table_dir):
+    with pytest.raises(ConfigError, match=r"no kernel tables in .*t1_\*_gemm"):
+        find_tables(tmp_path, "t1")
+    folder = tmp_path / "profiles" / "aiconfigurator"
+    folder.parent.mkdir()
+    folder.symlink_to(table_dir)
+    paths = find_tables(tmp_path, "t1")
+    assert paths["gemm"] == folder / "t1_any_gemm.csv.gz"
+    assert paths["allreduce"] == folder / "t1_any_custom_allreduce.csv"
+    with pytest.raises(ConfigError, match=r"no gemm table for h100_sxm .*t1_any_gemm"):
+        find_tables(table_dir, "h100_sxm")
 
-    def test_no_folder_of_tables(self, tmp_path):
-        with pytest.raises(ConfigError, match=r"no kernel tables in .*t1_\*_gemm"):
-            find_tables(tmp_path, "t1")
 
-    def test_another_gpu(self, table_dir):
-        with pytest.raises(ConfigError, match=r"no gemm table for h100_sxm .*t1_any_gemm"):
-            find_tables(table_dir, "h100_sxm")
-
-    def test_two_versions_of_one_table(self, tmp_path):
-        for name in ("t1_old_gemm.csv", "t1_new_gemm.csv"):
-            write(tmp_path / name, GEMM, [GOOD])
-        with pytest.raises(ConfigError, match=r"2 gemm tables .*t1_new_gemm.*keep one"):
-            find_tables(tmp_path, "t1")
+def test_two_versions_of_one_table_are_refused(tmp_path):
+    for name in ("t1_old_gemm.csv", "t1_new_gemm.csv"):
+        write(tmp_path / name, GEMM, [GOOD])
+    with pytest.raises(ConfigError, match=r"2 gemm tables .*t1_new_gemm.*keep one"):
+        find_tables(tmp_path, "t1")

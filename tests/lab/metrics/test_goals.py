@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from array import array
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cosched.core.request import RequestClass, Slo
+from cosched.core.request import Slo
 from cosched.errors import ConfigError
 from cosched.lab.metrics.goals import METRICS, STATISTICS, parse_goal
-from cosched.lab.metrics.records import RequestRecord
 from cosched.lab.metrics.stats import Window
 from cosched.lab.metrics.summary import summarize
-
-ONLINE = RequestClass.ONLINE
+from tests.lab.metrics.samples import ONLINE, request
 
 
 @given(
@@ -38,19 +34,12 @@ def test_every_goal_that_can_be_written_is_read(statistic, metric, number, unit,
     [
         "",
         "p99_ttft",
-        "p99_ttft<1s",
         "p98_ttft<=1s",
-        "p99_itl<=1s",
         "p99_ttft<=1000",
-        "p99_ttft<=-5ms",
         "p99_ttft<=0ms",
-        "p99_ttft<=5%",
         "p99_ttft<=+5ms",
-        "attainment<=99%",
         "attainment>=0.99",
-        "attainment>=0%",
         "attainment>=101%",
-        "attainment>=-101%",
         "attainment>=+1%",
     ],
 )
@@ -77,19 +66,6 @@ def test_latencies_are_limited_from_above_and_attainment_from_below(value, bound
     assert not parse_goal("mean_ttft<=1s").is_met(None, bound)
 
 
-def record(rid, *, arrival_s=0.0, times=(), done=True):
-    return RequestRecord(
-        rid=rid,
-        request_class=ONLINE,
-        arrival_s=arrival_s,
-        num_prompt_tokens=10,
-        num_output_tokens=len(times),
-        first_token_s=times[0] if times else None,
-        finish_s=times[-1] if times and done else None,
-        token_times=array("d", times),
-    )
-
-
 def reached(text, records, *, end_s=10.0):
     summary = summarize(
         records,
@@ -100,7 +76,7 @@ def reached(text, records, *, end_s=10.0):
 
 
 def test_what_a_run_reaches_is_what_its_summary_says():
-    records = [record(f"r{i}", times=(0.1 * (i + 1), 0.5 + i, 1.0 + i)) for i in range(5)]
+    records = [request(0.0, (0.1 * (i + 1), 0.5 + i, 1.0 + i)) for i in range(5)]
     online = summarize(
         records, window=Window(start_s=0.0, end_s=10.0), default_slos={ONLINE: Slo()}
     ).online
@@ -113,10 +89,10 @@ def test_what_a_run_reaches_is_what_its_summary_says():
 
 
 def test_a_request_that_is_never_served_makes_a_run_look_slow_not_fast():
-    served = [record(f"r{i}", times=(0.1, 0.2, 0.3)) for i in range(3)]
-    starved = record("starved", arrival_s=1.0, done=False)
-    stuck = record("stuck", times=(0.1, 0.2), done=False)
-    just_came = record("new", arrival_s=9.99, done=False)
+    served = [request(0.0, (0.1, 0.2, 0.3)) for i in range(3)]
+    starved = request(1.0)
+    stuck = request(0.0, (0.1, 0.2), finish_s=None)
+    just_came = request(9.99)
     assert reached("p99_ttft<=1s", [*served, starved]) > 8
     assert reached("p99_ttft<=1s", [*served, just_came]) == reached("p99_ttft<=1s", served)
     assert reached("p99_tbt<=1s", [*served, stuck]) > 8

@@ -7,16 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.errors import ConfigError
 from cosched.lab.simulation import run as run_module
 from cosched.lab.simulation.host_time import Model, Terms, read_host_time
 from cosched.lab.simulation.run import execute
-from tests.lab.simulation.test_virtual_time import bytes_of, lengths, make_spec
-
-
-def constant(*, launch_s, result_s):
-    return Model(launch=Terms(each=launch_s), result=Terms(each=result_s))
+from tests.lab.simulation.specs import lengths, make_spec
 
 
 @pytest.fixture
@@ -24,7 +19,7 @@ def costs(monkeypatch):
     """Have each iteration of a run cost the host this."""
 
     def use(launch_s, result_s):
-        host = constant(launch_s=launch_s, result_s=result_s)
+        host = Model(launch=Terms(each=launch_s), result=Terms(each=result_s))
         monkeypatch.setattr(run_module, "host_time", lambda *_: host)
 
     return use
@@ -48,13 +43,10 @@ def test_the_device_is_idle_for_what_it_does_not_hide_of_the_host_time(costs, na
     costs(0.030, 0.012)
     gaps_s, decode_s = gaps_of(execute(spec))
     assert gaps_s == pytest.approx(0.042 - decode_s, abs=1e-9)
-
-
-def test_without_overlap_nothing_is_hidden(costs, tmp_path):
-    spec = make_spec("s1", online=None, offline=lengths(tmp_path / "one.csv", []))
-    costs(0.002, 0.003)
-    gaps_s, _ = gaps_of(execute(replace(spec, machine=replace(spec.machine, overlap=False))))
-    assert len(gaps_s) > 100 and gaps_s == pytest.approx(0.005, abs=1e-9)
+    if name == "s1":  # without overlap nothing is hidden
+        costs(0.002, 0.003)
+        gaps_s, _ = gaps_of(execute(replace(spec, machine=replace(spec.machine, overlap=False))))
+        assert len(gaps_s) > 100 and gaps_s == pytest.approx(0.005, abs=1e-9)
 
 
 @pytest.mark.parametrize("name", ["s1", "hygen"])
@@ -64,14 +56,6 @@ def test_a_slower_host_never_ends_a_job_earlier(name, tmp_path):
     )
     ends_s = [execute(replace(spec, host_time=text)).end_s for text in ("0.01", "1", "8", "100")]
     assert ends_s == sorted(ends_s) and ends_s[-1] > 1.5 * ends_s[0]
-
-
-@pytest.mark.parametrize("name", ["s1", "priority", "cosched"])
-def test_modelled_host_time_is_the_same_in_each_run(name):
-    spec = make_spec(name, duration_s=2.0, host_time="2")
-    first = execute(spec)
-    assert bytes_of(first) == bytes_of(execute(spec))
-    assert bytes_of(first) != bytes_of(execute(replace(spec, host_time="1")))
 
 
 def test_measured_host_time_is_that_of_plans_and_not_of_the_simulation(monkeypatch, tmp_path):
@@ -125,13 +109,6 @@ def test_a_host_time_that_is_no_setting_is_refused(text):
         read_host_time(text)
 
 
-def test_runs_with_different_host_time_are_different_runs(tmp_path):
-    assert [read_host_time(text) for text in ("none", "measured", "1", "1.0", "0.50")] == [
-        *("none", "measured", "1", "1", "0.5"),
-    ]
-    from cosched.lab.simulation.store import ResultStore
-
-    store = ResultStore(tmp_path)
-    specs = [make_spec("s1", host_time=text) for text in ("none", "measured", "1", "2")]
-    assert len({store._path(spec) for spec in specs}) == 4
-    assert store._path(specs[0]) == store._path(make_spec("s1"))
+def test_equal_settings_of_host_time_are_written_alike():
+    told = [read_host_time(text) for text in ("none", "measured", "1", "1.0", "0.50")]
+    assert told == ["none", "measured", "1", "1", "0.5"]

@@ -4,19 +4,18 @@ from dataclasses import replace
 
 import pytest
 
-import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.lab.simulation import store as store_module
-from cosched.lab.simulation.machine import Machine
 from cosched.lab.simulation.parallel import execute_all
-from cosched.lab.simulation.run import CostSpec, RunSpec, WorkloadSpec
+from cosched.lab.simulation.run import WorkloadSpec
 from cosched.lab.simulation.setting import setting_of
 from cosched.lab.simulation.store import ResultStore
+from tests.lab.simulation.specs import make_spec
 
-SPEC = RunSpec(
-    setting=setting_of("s1"),
-    machine=Machine(kv_tokens=2000, chunk_tokens=256),
+SPEC = make_spec(
+    "s1",
+    machine={"kv_tokens": 2000, "chunk_tokens": 256},
+    online=None,
     offline=WorkloadSpec(name="bros-offline", num_requests=3),
-    cost=CostSpec(name="roofline"),
     duration_s=5.0,
 )
 
@@ -68,6 +67,7 @@ def test_only_what_decides_the_result_is_part_of_the_key(result, tmp_path, monke
     assert store.get(renamed) is not None
     for other in (
         replace(SPEC, duration_s=6.0),
+        replace(SPEC, host_time="2"),
         replace(SPEC, machine=replace(SPEC.machine, kv_tokens=3000)),
         replace(SPEC, setting=setting_of("priority")),
     ):

@@ -1,6 +1,5 @@
 """SGLang's scheduler under the virtual clock."""
 
-import json
 import random
 import time
 from collections import Counter
@@ -8,49 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-import cosched.bootstrap  # noqa: F401  # before sglang
-from cosched.core.request import RequestClass, Slo
+from cosched.core.request import Slo
 from cosched.errors import ConfigError
-from cosched.lab.metrics.records import record_line
 from cosched.lab.simulation.machine import Machine
-from cosched.lab.simulation.run import CostSpec, RunSpec, WorkloadSpec, execute
-from cosched.lab.simulation.setting import SETTINGS, setting_of
-
-SMALL = Machine(kv_tokens=20_000, chunk_tokens=512, max_running_requests=32)
-
-
-def make_spec(name, **changes):
-    return replace(
-        RunSpec(
-            setting=setting_of(name),
-            machine=SMALL,
-            online=WorkloadSpec(name="alpaca", rate=8.0),
-            offline=WorkloadSpec(name="bros-offline", num_requests=60),
-            cost=CostSpec(name="roofline"),
-            duration_s=4.0,
-        ),
-        **changes,
-    )
+from cosched.lab.simulation.run import CostSpec, RunSpec, WorkloadSpec, execute, load_requests
+from cosched.lab.simulation.setting import setting_of
+from tests.lab.simulation.specs import bytes_of, lengths, make_spec, offline, online
 
 
-def bytes_of(result):
-    lines = [record_line(record) for record in result.records]
-    return json.dumps(result.to_dict(), sort_keys=True) + "".join(lines)
-
-
-def online(result):
-    return [r for r in result.records if r.request_class is RequestClass.ONLINE]
-
-
-def offline(result):
-    return [r for r in result.records if r.request_class is RequestClass.OFFLINE]
-
-
-def lengths(path, num_output_tokens):
-    """Offline requests of 400 tokens: their replies, and a last one that has 900 in any case."""
-    rows = [f"{i},400,{n}" for i, n in enumerate([*num_output_tokens, 900])]
-    path.write_text("\n".join(["arrived_at,num_prefill_tokens,num_decode_tokens", *rows]))
-    return WorkloadSpec(name=str(path))
+def documents(count):
+    return WorkloadSpec(name="bros-offline", num_requests=count)
 
 
 @pytest.mark.parametrize("name", ["priority", "sarathi", "hygen"])
@@ -78,31 +44,15 @@ def test_no_policy_sees_how_long_a_reply_will_be(name, tmp_path):
     assert first != second
 
 
-def test_the_host_time_of_plans_is_reported_where_plans_are_made():
-    planned, stock = (execute(make_spec(name, duration_s=1.0)) for name in ("sarathi", "priority"))
-    times = planned.summary.host.planning_s
-    assert 0.9 * len(planned.iterations) < times.num_samples and 0 < times.p50 < 1
-    assert stock.summary.host.planning_s.num_samples == 0
-
-
 @pytest.mark.parametrize(
-    ("name", "overlap"),
-    [
-        ("s1", True),
-        ("priority", False),
-        ("sarathi", True),
-        ("hygen", True),
-        ("hygen", False),
-        ("echo-bs+e+s+m", True),
-        ("bros", False),
-    ],
+    ("name", "overlap"), [("s1", True), ("priority", False), ("hygen", True), ("bros", False)]
 )
 def test_two_runs_give_the_same_bytes_however_slow_the_host_is(monkeypatch, name, overlap):
     """Policies that predict times must learn and plan with virtual ones only."""
     from cosched.engine.controller import Controller
     from cosched.lab.simulation.virtual import VirtualEngine
 
-    spec = make_spec(name, duration_s=2.0, machine=replace(SMALL, overlap=overlap))
+    spec = make_spec(name, duration_s=2.0, machine={"overlap": overlap})
     fast = execute(spec)
     assert len(fast.records) > 60
     draw = random.Random(0)
@@ -127,13 +77,13 @@ def test_two_runs_give_the_same_bytes_however_slow_the_host_is(monkeypatch, name
 
 
 @pytest.mark.parametrize("name", ["cosched", "hygen"])
-def test_who_comes_while_an_iteration_runs_is_looked_for_before_it_ends(name):
-    """Planned ahead, one waits for the iteration that is under way and for the next."""
+def test_requests_that_come_during_an_iteration_are_looked_for_before_it_ends(name):
+    """Planned ahead, a request waits for the iteration that is under way and for the next."""
 
     def waits_of(**config):
-        spec = make_spec(name, duration_s=20.0, online=WorkloadSpec(name="alpaca", rate=2.0))
-        spec = replace(spec, config=tuple(config.items()))
-        result = execute(replace(spec, offline=WorkloadSpec(name="bros-offline", num_requests=600)))
+        chat = WorkloadSpec(name="alpaca", rate=2.0)
+        spec = make_spec(name, duration_s=20.0, online=chat, offline=documents(600))
+        result = execute(replace(spec, config=tuple(config.items())))
         rows = result.iterations
         starts = rows.column("start_s")
         later = [r for r in online(result) if r.arrival_s > 5.0 and r.admitted_s is not None]
@@ -155,8 +105,8 @@ def test_noise_is_drawn_from_the_seed():
 
 
 def test_every_request_is_answered_in_full_when_time_suffices():
-    spec = make_spec("sarathi", duration_s=120.0, online=WorkloadSpec(name="alpaca", rate=2.0))
-    result = execute(replace(spec, offline=WorkloadSpec(name="bros-offline", num_requests=40)))
+    chat = WorkloadSpec(name="alpaca", rate=2.0)
+    result = execute(make_spec("sarathi", duration_s=120.0, online=chat, offline=documents(40)))
     done = offline(result)
     assert len(done) == 40 and all(r.is_finished for r in done)
     assert result.end_s < 120.0, "the run ends with its offline set"
@@ -169,22 +119,19 @@ def test_every_request_is_answered_in_full_when_time_suffices():
 
 
 def test_iterations_fill_time_without_overlapping():
-    result = execute(make_spec("sarathi"))
-    starts, ends = result.iterations.column("start_s"), result.iterations.end_s
+    rows = execute(make_spec("sarathi")).iterations
+    starts, ends = rows.column("start_s"), rows.end_s
     assert (starts[1:] >= ends[:-1] - 1e-9).all(), "one GPU runs one iteration at a time"
-    kv = sum(
-        result.iterations.column(name)
-        for name in ("kv_online_tokens", "kv_offline_tokens", "kv_cached_tokens", "kv_free_tokens")
-    )
+    kv = sum(rows.column(f"kv_{use}_tokens") for use in ("online", "offline", "cached", "free"))
     assert (kv == 20_000).all()
 
 
-def test_memory_of_those_who_sit_an_iteration_out_is_of_their_class():
-    """Stock prefills while nobody decodes: those who run are not in that batch."""
-    result = execute(make_spec("s0"))
-    prefills = result.iterations.column("num_online_prefills") > 0
-    assert prefills.any() and (result.iterations.column("kv_online_tokens")[prefills] > 0).all()
-    assert not result.iterations.column("kv_offline_tokens").any()
+def test_memory_of_requests_that_skip_an_iteration_is_of_their_class():
+    """Stock prefills while no request decodes: the running ones are not in that batch."""
+    rows = execute(make_spec("s0")).iterations
+    prefills = rows.column("num_online_prefills") > 0
+    assert prefills.any() and (rows.column("kv_online_tokens")[prefills] > 0).all()
+    assert not rows.column("kv_offline_tokens").any()
 
 
 def test_idle_time_is_skipped():
@@ -198,45 +145,17 @@ def test_idle_time_is_skipped():
 def test_a_running_batch_that_ends_all_at_once_is_no_hang():
     """Equal lengths: every request of a batch ends in the same iteration, and only then is there
     room for the next ones."""
-    machine = replace(SMALL, max_running_requests=4, overlap=True)
-    spec = make_spec("offline-fcfs", machine=machine, duration_s=600.0, online=None)
-    result = execute(replace(spec, offline=WorkloadSpec(name="mmlu-like", num_requests=40)))
+    spec = make_spec(
+        "offline-fcfs",
+        machine={"max_running_requests": 4, "overlap": True},
+        duration_s=600.0,
+        online=None,
+        offline=WorkloadSpec(name="mmlu-like", num_requests=40),
+    )
+    result = execute(spec)
     assert len(offline(result)) == 40 and all(r.is_finished for r in offline(result))
     gaps = result.iterations.column("start_s")[1:] - result.iterations.end_s[:-1]
     assert gaps.max() < 1e-6, "the GPU never waits while requests do"
-
-
-def test_a_static_cap_is_kept():
-    result = execute(make_spec("cap", cap=3))
-    in_flight = [(r.arrival_s, 1) for r in offline(result)]
-    in_flight += [(r.finish_s, -1) for r in offline(result) if r.finish_s is not None]
-    count = most = 0
-    for _, step in sorted(in_flight):
-        count += step
-        most = max(most, count)
-    assert most == 3
-
-
-def test_aimd_raises_its_cap_while_targets_are_met_and_halves_it_when_not():
-    from cosched.lab.simulation.clients import AimdClient
-
-    spec = make_spec("s0")
-    from cosched.lab.simulation.requests import load_requests
-
-    requests = load_requests(make_spec("s1"))[1]
-    missed = [False]
-    client = AimdClient(requests, is_missed=lambda record: missed[0], max_concurrency=8)
-    record = online(execute(replace(spec, duration_s=1.0)))[0]
-    sizes = []
-    for second in range(1, 8):
-        client.on_finish(record)
-        list(client.due(float(second)))
-        sizes.append(client.concurrency)
-    assert sizes == [2, 3, 4, 5, 6, 7, 8]
-    missed[0] = True
-    client.on_finish(record)
-    list(client.due(8.0))
-    assert client.concurrency == 4
 
 
 def test_hygen_attains_what_online_requests_alone_do_and_gets_offline_work_done():
@@ -254,14 +173,6 @@ def test_hygen_attains_what_online_requests_alone_do_and_gets_offline_work_done(
     assert planned.summary.offline.num_finished > 10
 
 
-def test_online_latency_suffers_least_under_sarathi():
-    # Long enough for requests to be answered under stock scheduling too.
-    both, alone, planned = (
-        execute(make_spec(name, duration_s=6.0)).summary.online for name in ("s1", "s0", "sarathi")
-    )
-    assert alone.ttft_s.p99 <= planned.ttft_s.p99 < both.ttft_s.p99
-
-
 def test_machine_takes_sglangs_defaults_of_the_gpu():
     assert Machine(gpu="A100-80").chunk() == 8192
     assert Machine(gpu="A100-40").chunk() == 4096
@@ -269,12 +180,6 @@ def test_machine_takes_sglangs_defaults_of_the_gpu():
     assert Machine(kv_tokens=1000, page_size=64).capacity() == 960
     with pytest.raises(ConfigError, match="less than one page"):
         Machine(kv_tokens=10, page_size=64).capacity()
-
-
-def test_unknown_scenario_names_the_choices():
-    with pytest.raises(ConfigError, match=r"unknown setting 'ehco'; choose from .*sarathi"):
-        setting_of("ehco")
-    assert {"s0", "s1", "cap", "aimd", "priority", "sarathi"} <= set(SETTINGS)
 
 
 @pytest.mark.parametrize(("mode", "is_told"), [("oracle", True), ("histogram", False)])
@@ -296,15 +201,8 @@ def test_only_an_oracle_is_told_how_long_responses_get(mode, is_told, monkeypatc
 
 @pytest.mark.parametrize("name", ["s1", "priority"])
 def test_a_run_gives_up_as_soon_as_too_many_missed(name):
-    spec = RunSpec(
-        setting=setting_of(name),
-        machine=Machine(kv_tokens=20_000, chunk_tokens=512, max_running_requests=32),
-        online=WorkloadSpec(name="alpaca", rate=6.0),
-        offline=WorkloadSpec(name="bros-offline", num_requests=100),
-        cost=CostSpec(name="roofline"),
-        slo=Slo(ttft_s=1.0, tpot_s=0.005),
-        duration_s=12.0,
-    )
+    chat, slo = WorkloadSpec(name="alpaca", rate=6.0), Slo(ttft_s=1.0, tpot_s=0.005)
+    spec = make_spec(name, online=chat, offline=documents(100), slo=slo, duration_s=12.0)
     whole = execute(spec)
     num_missed = whole.summary.online.attainment.joint.num_missed
     assert num_missed > 5
@@ -316,8 +214,7 @@ def test_a_run_gives_up_as_soon_as_too_many_missed(name):
 
 
 def test_a_job_that_ends_is_held_against_the_bound_beside_its_chat():
-    lines = WorkloadSpec(name="bros-offline", num_requests=120)
-    spec = make_spec("hygen", duration_s=60.0, offline=lines)
+    spec = make_spec("hygen", duration_s=60.0, offline=documents(120))
     job = execute(spec).summary.job
     assert job.num_finished == 120
     assert 0.6 < job.work_per_s / job.bound_per_s == job.bound_ratio <= 1.02
@@ -327,3 +224,23 @@ def test_a_job_that_ends_is_held_against_the_bound_beside_its_chat():
     assert alone.work_s == pytest.approx(job.work_s)
     assert 0.6 < alone.work_per_s <= 1.02
     assert alone.bound_per_s == pytest.approx(1, rel=0.01)
+
+
+def test_one_workload_may_be_both_online_and_offline():
+    one = WorkloadSpec(name="azure-like", num_requests=20)
+    spec = RunSpec(setting=setting_of("hygen"), online=one, offline=one, duration_s=600.0)
+    both = load_requests(spec)
+    rids = [request.rid for requests in both for request in requests]
+    assert all(both) and len(set(rids)) == len(rids)
+
+
+def test_the_online_workload_is_replayed_faster_at_the_rate_that_is_asked_for():
+    def arrivals(duration_s, **changes):
+        chat = WorkloadSpec(name="azure-like", **changes)
+        spec = RunSpec(setting=setting_of("s0"), online=chat, duration_s=duration_s)
+        return [request.arrival_s for request in load_requests(spec)[0]]
+
+    fast = arrivals(200.0, rate=8.0, faster=4.0)
+    assert 8.0 * 200 * 0.9 < len(fast) < 8.0 * 200 * 1.1
+    assert fast[-1] <= 200.0
+    assert fast == [arrival_s / 4 for arrival_s in arrivals(800.0, rate=2.0)]

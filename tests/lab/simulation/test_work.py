@@ -7,9 +7,7 @@ from cosched.lab.metrics.records import RequestRecord
 from cosched.lab.metrics.stats import Window
 from cosched.lab.simulation.work import job_work
 from cosched.predict.work import CHUNK_TOKENS
-from cosched_traces.workload import Segment, TraceRequest
-
-OFFLINE = RequestClass.OFFLINE
+from tests.traces.samples import request
 
 
 class PerToken:
@@ -21,13 +19,7 @@ class PerToken:
 
 
 def line(number, *segments, num_output=100):
-    return TraceRequest(
-        rid=f"r{number}",
-        request_class=OFFLINE,
-        arrival_s=0.0,
-        num_output_tokens=num_output,
-        segments=tuple(Segment(*each) for each in segments),
-    )
+    return request(f"r{number}", 0.0, segments, num_output, request_class=RequestClass.OFFLINE)
 
 
 class Weights:
@@ -66,16 +58,17 @@ def chats(*, per_s=2.0, num_prompt=100, num_output=51, until_s=100.0, num_cached
 RUN = Window(start_s=10.0, end_s=90.0)
 
 
+def test_a_prompt_costs_all_of_its_chunks_and_the_first_token_comes_with_it():
+    (cost,) = costs_of([line(0, (1, 2 * CHUNK_TOKENS + 500), num_output=1)]).values()
+    assert cost.prompt_s == pytest.approx(1e-3 * (2 * CHUNK_TOKENS + 500), rel=0.01)
+    assert cost.total_s(1) == cost.prompt_s
+
+
 def test_shared_tokens_are_computed_once_by_all_together():
     lines = [line(i, (7, 4000), (100 + i, 200)) for i in range(8)]
     costs = costs_of(lines)
     assert sum(c.prompt_s for c in costs.values()) == pytest.approx(4.0 + 8 * 0.2, rel=0.01)
     assert costs["r0"].prompt_s == pytest.approx(0.7, rel=0.01)
-
-
-def test_a_prompt_of_several_chunks_costs_all_of_them():
-    (cost,) = costs_of([line(0, (1, 2 * CHUNK_TOKENS + 500))]).values()
-    assert cost.prompt_s == pytest.approx(1e-3 * (2 * CHUNK_TOKENS + 500), rel=0.01)
 
 
 def test_a_decode_is_shared_by_as_many_as_memory_and_slots_hold():
@@ -87,72 +80,42 @@ def test_a_decode_is_shared_by_as_many_as_memory_and_slots_hold():
     assert costs_of(lines, kv_tokens=10)["r0"].token_s == pytest.approx(0.011, rel=0.02)
 
 
-def test_the_first_token_comes_with_the_prompt():
-    (cost,) = costs_of([line(0, (1, 500), num_output=1)]).values()
-    assert cost.total_s(1) == cost.prompt_s
-
-
-def test_lines_whose_documents_are_shared_hold_them_once_in_memory():
-    lines = [line(i, (7, 7600), (100 + i, 50), num_output=100) for i in range(4)]
-    # 2,000 tokens for each line: a quarter of the document, the question, half the reply.
-    assert costs_of(lines, kv_tokens=16_000)["r0"].token_s == pytest.approx(
-        (0.01 + 0.008) / 8, rel=0.01
-    )
-
-
-def test_memory_is_divided_by_how_long_lines_hold_it():
-    """Prompts with no reply to speak of do not keep long replies from a large batch."""
-    stories = [line(i, (i, 100), num_output=1801) for i in range(4)]
-    prompts = [line(10 + i, (10 + i, 20_000), num_output=1) for i in range(4)]
-    cost = costs_of(stories + prompts, kv_tokens=32_000)["r0"]
-    assert cost.token_s == pytest.approx((0.01 + 0.032) / 32, rel=0.03)
-
-
-def test_costs_add_up_to_the_time_of_the_best_mix():
+@pytest.fixture(scope="module")
+def eight():
     lines = [line(i, (i, 1000), num_output=101) for i in range(8)]
-    work = work_of(lines, Weights())
-    total_s = sum(work.costs[each.rid].total_s(each.num_output_tokens) for each in lines)
+    return work_of(lines, Weights())
+
+
+def test_costs_add_up_to_the_time_of_the_best_mix_and_alone_to_the_whole_device(eight):
     # Iterations of 64 decodes and 640 prompt tokens, 8 x 100 / 64 of them.
-    assert total_s == pytest.approx(12.5 * (0.01 + 1e-4 * 704), rel=1e-3)
-    assert work.total_s == pytest.approx(total_s)
+    assert eight.total_s == pytest.approx(12.5 * (0.01 + 1e-4 * 704), rel=1e-3)
+    assert sum(cost.total_s(101) for cost in eight.costs.values()) == pytest.approx(eight.total_s)
+    assert eight.bound_per_s([], RUN, tpot_s=0.05) == pytest.approx(1, rel=1e-3)
 
 
-def test_a_job_alone_can_have_the_whole_device():
-    lines = [line(i, (i, 1000), num_output=101) for i in range(8)]
-    assert work_of(lines, Weights()).bound_per_s([], RUN, tpot_s=0.05) == pytest.approx(1, rel=1e-3)
-
-
-def test_the_bound_leaves_online_requests_their_tokens_and_each_iteration_its_weights():
-    lines = [line(i, (i, 1000), num_output=101) for i in range(8)]
-    work = work_of(lines, Weights())
+def test_the_bound_leaves_online_requests_their_tokens_and_each_iteration_its_weights(eight):
     online_s = 2 * 150 * 1e-4  # in each second; the weights are read for the job's tokens anyway
     best = 704e-4 / (0.01 + 704e-4)  # share of an iteration that is not the weights
-    free = work.bound_per_s(chats(), RUN, tpot_s=None)
+    free = eight.bound_per_s(chats(), RUN, tpot_s=None)
     assert free == pytest.approx((1 - online_s - 0.01 / 0.0829) / best, rel=0.01)
     # An iteration may take 20 ms: half of it is the weights.
-    limited = work.bound_per_s(chats(), RUN, tpot_s=0.02)
+    limited = eight.bound_per_s(chats(), RUN, tpot_s=0.02)
     assert limited == pytest.approx((1 - online_s - 0.5) / best, rel=0.01)
-
-
-def test_iterations_are_limited_only_while_an_online_request_decodes():
-    work = work_of([line(i, (i, 1000), num_output=101) for i in range(8)], Weights())
-    seldom = chats(per_s=0.25)  # a second in four
-    free = work.bound_per_s(seldom, RUN, tpot_s=None)
-    limited = work.bound_per_s(seldom, RUN, tpot_s=0.011)
+    # Only while an online request decodes: here a second in four.
+    seldom = chats(per_s=0.25)
+    free, limited = (eight.bound_per_s(seldom, RUN, tpot_s=tpot_s) for tpot_s in (None, 0.011))
     assert limited == pytest.approx(0.75 * free, abs=0.1)
 
 
-def test_what_online_requests_found_computed_takes_no_time():
-    work = work_of([line(i, (i, 1000), num_output=101) for i in range(8)], Weights())
-    cold = work.bound_per_s(chats(num_prompt=1000), RUN, tpot_s=None)
-    warm = work.bound_per_s(chats(num_prompt=1000, num_cached=990), RUN, tpot_s=None)
+def test_what_online_requests_found_computed_takes_no_time(eight):
+    cold = eight.bound_per_s(chats(num_prompt=1000), RUN, tpot_s=None)
+    warm = eight.bound_per_s(chats(num_prompt=1000, num_cached=990), RUN, tpot_s=None)
     assert warm - cold == pytest.approx(2 * 990e-4, rel=0.02)
 
 
-def test_beside_more_than_the_device_can_do_nothing_is_left():
-    work = work_of([line(i, (i, 1000), num_output=101) for i in range(8)], Weights())
-    assert work.bound_per_s(chats(num_prompt=6000), RUN, tpot_s=0.05) == 0
-    assert work.bound_per_s(chats(num_prompt=6000), RUN, tpot_s=None) == 0
+@pytest.mark.parametrize("tpot_s", [0.05, None])
+def test_beside_more_than_the_device_can_do_nothing_is_left(eight, tpot_s):
+    assert eight.bound_per_s(chats(num_prompt=6000), RUN, tpot_s=tpot_s) == 0
 
 
 def test_the_bound_uses_the_sizes_that_kernels_like():

@@ -4,19 +4,24 @@ from dataclasses import replace
 
 import pytest
 
-import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.core.batch import BatchTotals
 from cosched.engine import attach
 from cosched.lab.simulation import run
 from cosched.lab.simulation.machine import Machine
-from cosched.lab.simulation.run import CostSpec, RunSpec, WorkloadSpec, config_of, execute
+from cosched.lab.simulation.run import WorkloadSpec, config_of, execute
 from cosched.lab.simulation.setting import setting_of
 from cosched.predict.isolated import IsolatedBaseline
 from cosched.predict.tolerance import ToleranceConfig
 from tests.factories import Linear
+from tests.lab.simulation.specs import make_spec
 
 EXACT = Linear(fixed_s=0.01, token_s=3e-5, longest_s=1e-7)
-CAPPED = Machine(kv_tokens=400_000, chunk_tokens=512, max_prefill_tokens=1024)
+CAPPED = {
+    "kv_tokens": 400_000,
+    "chunk_tokens": 512,
+    "max_prefill_tokens": 1024,
+    "max_running_requests": Machine().max_running_requests,
+}
 
 
 class ExactTimes:
@@ -35,20 +40,20 @@ class ExactTimes:
     ("machine", "rate"),
     [
         (CAPPED, 3.0),
-        (replace(CAPPED, overlap=False), 3.0),
-        (replace(CAPPED, chunk_tokens=2048), 6.0),
+        (CAPPED | {"overlap": False}, 3.0),
+        (CAPPED | {"chunk_tokens": 2048}, 6.0),
     ],
 )
 def test_it_is_what_they_have_alone_where_times_are_predicted_exactly(monkeypatch, machine, rate):
     monkeypatch.setattr(run, "cost_model_of", lambda spec: ExactTimes())
-    spec = RunSpec(
-        setting=setting_of("s0"),
-        machine=replace(machine, radix_cache=False),
+    spec = make_spec(
+        "s0",
+        machine=machine | {"radix_cache": False},
         online=WorkloadSpec(name="azure-like", rate=rate),
-        cost=CostSpec(name="roofline"),
+        offline=None,
         duration_s=15.0,
     )
-    records = execute(spec).records
+    machine, records = spec.machine, execute(spec).records
     ended = {r.rid: r for r in records if r.finish_s is not None}
     alone = IsolatedBaseline(
         max_chunk_tokens=machine.chunk_tokens,
@@ -80,12 +85,11 @@ def test_it_is_what_they_have_alone_where_times_are_predicted_exactly(monkeypatc
             assert one.tpot_s == pytest.approx(taken_s / gaps, rel=1e-9)
 
 
-SPEC = RunSpec(
-    setting=setting_of("s0"),
-    machine=Machine(kv_tokens=200_000, chunk_tokens=2048),
+SPEC = make_spec(
+    "s0",
+    machine=CAPPED | {"kv_tokens": 200_000, "chunk_tokens": 2048, "max_prefill_tokens": 16_384},
     online=WorkloadSpec(name="azure-like", rate=3.0),
     offline=WorkloadSpec(name="bros-offline", num_requests=2000),
-    cost=CostSpec(name="roofline"),
     duration_s=15.0,
 )
 SHARE = 0.05

@@ -1,0 +1,246 @@
+"""Who sends requests in virtual time: sessions, waves, a bounded number of lines."""
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cosched import simulate
+from cosched.core.request import RequestClass, Slo
+from cosched.lab.metrics.records import RequestRecord
+from cosched.lab.simulation.arrivals import VOCAB_SIZE
+from cosched.lab.simulation.clients import AimdClient, SessionClient, WaveClient
+from cosched.lab.simulation.run import (
+    WorkloadSpec,
+    engine_flags,
+    execute,
+    execute_requests,
+    load_requests,
+)
+from cosched_traces.catalogue import load_workload
+from tests.lab.simulation.specs import make_spec, offline, online
+from tests.traces.samples import request
+
+SESSIONS = make_spec(
+    "s0", online=WorkloadSpec(name="multi-turn", num_sessions=4), offline=None, duration_s=120.0
+)
+TURNS = [
+    request("a", 0.5, ((1, 200),), output=30, session="s"),
+    request("b", 0.5, ((1, 300),), output=20, session="s", after="a", think_s=4.0),
+    request("c", 0.5, ((1, 310),), output=5, session="s", after="b", think_s=0.25),
+]
+
+
+def ended(rid, at_s):
+    return RequestRecord(
+        rid=rid,
+        request_class=RequestClass.ONLINE,
+        arrival_s=0.0,
+        num_prompt_tokens=1,
+        num_output_tokens=1,
+        first_token_s=at_s,
+        finish_s=at_s,
+    )
+
+
+def by_rid(result):
+    return {record.rid: record for record in result.records}
+
+
+# -- sessions -----------------------------------------------------------------------------------
+
+
+def test_the_next_turn_is_sent_when_the_answer_was_thought_about():
+    client = SessionClient(TURNS)
+    assert (client.next_s(), list(client.due(0.4))) == (0.5, [])
+    assert [a.rid for a in client.due(0.5)] == ["a"]
+    assert client.next_s() is None, "until the answer has come"
+    client.on_finish(ended("other", 1.0))
+    assert client.next_s() is None
+    client.on_finish(ended("a", 2.0))
+    assert client.next_s() == 6.0
+    (sent,) = client.due(6.5)
+    assert (sent.rid, sent.arrival_s) == ("b", 6.0), "it arrived while an iteration ran"
+
+
+def test_the_next_prompt_continues_the_answer():
+    client = SessionClient(TURNS)
+    (first,) = client.due(1.0)
+    client.on_finish(ended("a", 1.0))
+    (second,) = client.due(9.0)
+    assert second.input_ids[:200] == first.input_ids
+    assert second.input_ids[200:230] == first.output_ids
+    # The third goes on by 10 tokens of the 20 that the second answers: it left something out.
+    assert len(second.output_ids) == 0
+
+
+def test_the_answer_of_a_live_server_replaces_the_answer_of_the_trace():
+    client = SessionClient(TURNS)
+    (first,) = client.due(1.0)
+    client.on_finish(ended("a", 1.0), range(7, 37))
+    (second,) = client.due(9.0)
+    assert second.input_ids[:200] == first.input_ids
+    assert list(second.input_ids[200:230]) == list(range(7, 37))
+    assert len(second.input_ids) == 300
+    # The third leaves the answer to the second out.
+    client.on_finish(ended("b", 9.0), range(20))
+    (third,) = client.due(19.0)
+    assert third.input_ids[:300] == second.input_ids
+    assert third.input_ids[300:] == TURNS[2].prompt(vocab_size=VOCAB_SIZE)[300:]
+
+
+def test_all_live_answers_stay_in_the_context():
+    last = replace(TURNS[2], segments=(TURNS[0].segments[0]._replace(num_tokens=400),))
+    client = SessionClient([*TURNS[:2], last])
+    list(client.due(1.0))
+    client.on_finish(ended("a", 1.0), range(7, 37))
+    (second,) = client.due(9.0)
+    client.on_finish(ended("b", 9.0), range(50, 70))
+    (third,) = client.due(19.0)
+    assert third.input_ids[:300] == second.input_ids
+    assert list(third.input_ids[300:320]) == list(range(50, 70))
+    assert len(third.input_ids) == 400
+
+
+def test_the_answer_before_a_prompt_that_does_not_continue_it_is_unknown():
+    off = replace(TURNS[1], segments=(TURNS[0].segments[0]._replace(key=2, num_tokens=300),))
+    (first,) = SessionClient([TURNS[0], off]).due(1.0)
+    assert len(first.output_ids) == 0
+
+
+@given(times=st.lists(st.floats(0, 50), min_size=1, max_size=20).map(sorted))
+def test_requests_outside_sessions_come_at_their_times(times):
+    client = SessionClient([request(f"r{i}", t) for i, t in enumerate(times)])
+    sent = []
+    while (next_s := client.next_s()) is not None:
+        sent += client.due(next_s)
+    assert [a.rid for a in sent] == [f"r{i}" for i in range(len(times))]
+    assert [a.arrival_s for a in sent] == times
+
+
+def test_a_turn_finds_the_prompt_and_the_answer_before_it_in_the_cache():
+    records = by_rid(execute_requests(SESSIONS, TURNS, []))
+    assert records["a"].num_cached_tokens == 0
+    # The last token of an answer was never an input: it has no KV.
+    assert records["b"].num_cached_tokens == 200 + 30 - 1
+    # The answer to b is not part of c, so only b's prompt is there.
+    assert records["c"].num_cached_tokens == 300
+    for before, after in (("a", "b"), ("b", "c")):
+        think_s = next(t.think_s for t in TURNS if t.rid == after)
+        arrival_s = records[before].finish_s + think_s
+        assert records[after].arrival_s == pytest.approx(arrival_s)
+
+
+def test_no_more_sessions_than_asked_for_are_under_way():
+    result = execute(SESSIONS)
+    turns = [r for r in result.records if r.is_finished]
+    assert len(turns) > 4
+    steps = sorted([(r.arrival_s, 1) for r in result.records] + [(r.finish_s, -1) for r in turns])
+    count = 0
+    for _, step in steps:
+        count += step
+        assert 0 <= count <= 4
+    assert result.summary.online.hit_ratio > 0.3
+
+
+def test_the_command_takes_a_number_of_sessions_or_a_rate_of_starts(capsys):
+    options = ["--cost-model", "roofline", "--kv-tokens", "20000", "--duration", "5", "--quiet"]
+    for given_as, option in (("num_sessions", "--online-sessions"), ("rate", "--online-rate")):
+        simulate.main(["--online", "multi-turn", option, "3", *options])
+        shown = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert shown["spec"]["online"][given_as] == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("alpaca --online-sessions 3", "is not in sessions"),
+        ("multi-turn --online-sessions 3 --online-rate 1", "a rate of starts or a number under"),
+        ("multi-turn --peak-window 9", "turns of sessions cannot be moved or drawn apart"),
+    ],
+)
+def test_options_that_sessions_do_not_have_are_refused(arguments, said, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        simulate.main(["--online", *arguments.split()])
+    assert said in capsys.readouterr().err
+
+
+# -- offline clients ----------------------------------------------------------------------------
+
+
+def test_a_static_cap_is_kept():
+    sent = offline(execute(make_spec("cap", cap=3)))
+    in_flight = [(r.arrival_s, 1) for r in sent]
+    in_flight += [(r.finish_s, -1) for r in sent if r.finish_s is not None]
+    count = most = 0
+    for _, step in sorted(in_flight):
+        count += step
+        most = max(most, count)
+    assert most == 3
+
+
+def test_aimd_raises_its_cap_while_targets_are_met_and_halves_it_when_not():
+    missed = [False]
+    client = AimdClient(
+        load_requests(make_spec("s1"))[1],
+        is_missed=lambda record: missed[0],
+        max_concurrency=8,
+    )
+    record = online(execute(make_spec("s0", duration_s=1.0)))[0]
+    sizes = []
+    for second in range(1, 8):
+        client.on_finish(record)
+        list(client.due(float(second)))
+        sizes.append(client.concurrency)
+    assert sizes == [2, 3, 4, 5, 6, 7, 8]
+    missed[0] = True
+    client.on_finish(record)
+    list(client.due(8.0))
+    assert client.concurrency == 4
+
+
+def test_the_next_wave_is_sent_when_all_of_the_last_have_ended():
+    requests = load_workload("bros-offline", seed=0, num_requests=7).requests
+    client = WaveClient(requests, size=3)
+    sent = []
+    for number in range(3):
+        wave = [arrival.rid for arrival in client.due(float(number))]
+        for rid in [*wave[:-1], "of another client"]:
+            client.on_finish(ended(rid, 1.0))
+            assert not list(client.due(number + 0.6))
+        client.on_finish(ended(wave[-1], 1.0))
+        sent.append(len(wave))
+    assert sent == [3, 3, 1] and not list(client.due(9.0))
+
+
+def wave_spec(name):
+    return make_spec(
+        name,
+        online=WorkloadSpec(name="sharegpt-bros", rate=4.0),
+        offline=WorkloadSpec(name="bros-offline", num_requests=60, wave=20),
+        slo=Slo(ttft_s=0.4, tpot_s=0.2),
+        duration_s=8.0,
+    )
+
+
+@pytest.mark.parametrize("name", ["bros", "bros-rr", "vllm-like"])
+def test_waves_do_not_overlap_and_both_classes_make_progress(name):
+    result = execute(wave_spec(name))
+    waves = sorted({r.arrival_s for r in offline(result)})
+    assert len(waves) >= 2
+    for earlier, later in pairwise(waves):
+        last_s = [r.finish_s for r in offline(result) if r.arrival_s == earlier]
+        assert None not in last_s and max(last_s) <= later
+    assert result.summary.online.num_finished > 5
+    # Most replies of seconds are longer than one gap.
+    assert result.summary.online.attainment.tbt.num_met > 100
+
+
+def test_stock_is_run_as_bros_ran_vllm():
+    flags = " ".join(engine_flags(wave_spec("vllm-like")))
+    for flag in ("--page-size 16", "--chunked-prefill-size -1", "--disable-radix-cache"):
+        assert flag in flags
+    assert "--enable-mixed-chunk" not in flags
