@@ -80,14 +80,6 @@ def imported_modules(path: Path) -> Iterator[tuple[str, int]]:
             yield from ((module, node.lineno) for module in below or [base])
 
 
-def imports_of(*packages: str) -> Iterator[tuple[Path, str, int]]:
-    """(file, module, line) of every import of one of the top-level packages."""
-    for path in source_files():
-        for module, line in imported_modules(path):
-            if module.split(".")[0] in packages:
-                yield path, module, line
-
-
 def pins(text: str) -> list[str]:
     return [line for line in text.splitlines() if line and not line.startswith("#")]
 
@@ -102,55 +94,55 @@ def test_source_roots_are_no_packages(name):
     assert not (ROOT / name / "__init__.py").exists()
 
 
-def test_imports_go_down_only():
-    wrong = []
-    own = ("cosched", *(f"cosched_{name}" for name in SOURCE_ROOTS))
-    for path, module, line in imports_of(*own):
-        importer, imported = unit_of(module_name(path)), unit_of(module)
-        if importer != imported and rank_of(imported) >= rank_of(importer):
-            wrong.append(f"{path.relative_to(ROOT)}:{line}: {importer} imports {module}")
-    assert not wrong, "\n".join(wrong)
-
-
-def test_only_the_engine_its_patches_and_the_commands_import_sglang():
-    allowed = {"engine", "cosched_patches"}
-    in_process = ROOT / "cosched" / "lab" / "local_engine.py"
-    wrong = [
-        f"{path.relative_to(ROOT)}:{line}: imports {module}"
-        for path, module, line in imports_of("sglang")
-        if (unit := unit_of(module_name(path))) not in allowed
-        and rank_of(unit) < COMMAND_PACKAGE
-        and path != in_process
-    ]
-    assert not wrong, "\n".join(wrong)
-
-
-def test_only_the_kernels_import_triton():
-    wrong = [
-        f"{path.relative_to(ROOT)}:{line}: imports {module}"
-        for path, module, line in imports_of("triton")
-        if unit_of(module_name(path)) != "cosched_kernels"
-    ]
-    assert not wrong, "\n".join(wrong)
-
-
-def test_decisions_depend_on_no_clock_no_chance_and_no_engine():
-    wrong = [
-        f"{path.relative_to(ROOT)}:{line}: imports {module}"
-        for path, module, line in imports_of("time", "random", "secrets", "torch", "sglang")
-        if unit_of(module_name(path)) in PURE
-    ]
-    assert not wrong, "\n".join(wrong)
-
-
-def test_core_imports_the_standard_library_only():
-    wrong = [
+def wrong_imports(is_wrong) -> list[str]:
+    """Imports of which `is_wrong(importing module, imported module)`."""
+    return [
         f"{path.relative_to(ROOT)}:{line}: imports {module}"
         for path in source_files()
-        if unit_of(module_name(path)) == "core"
         for module, line in imported_modules(path)
-        if module.split(".")[0] not in {"cosched", *sys.stdlib_module_names}
+        if is_wrong(module_name(path), module)
     ]
+
+
+OWN = {"cosched", *(f"cosched_{name}" for name in SOURCE_ROOTS)}
+
+
+def top_of(module: str) -> str:
+    return module.split(".")[0]
+
+
+def goes_up(importer: str, module: str) -> bool:
+    unit, imported = unit_of(importer), unit_of(module)
+    return top_of(module) in OWN and unit != imported and rank_of(imported) >= rank_of(unit)
+
+
+def may_import_sglang(importer: str) -> bool:
+    unit = unit_of(importer)
+    is_allowed = unit in ("engine", "cosched_patches") or importer == "cosched.lab.local_engine"
+    return is_allowed or rank_of(unit) >= COMMAND_PACKAGE
+
+
+UNDECIDED = ("time", "random", "secrets", "torch", "sglang")
+RULES = {
+    "imports go down only": goes_up,
+    "only the engine, its patches and the commands import SGLang": lambda importer, module: (
+        top_of(module) == "sglang" and not may_import_sglang(importer)
+    ),
+    "only the kernels import Triton": lambda importer, module: (
+        top_of(module) == "triton" and unit_of(importer) != "cosched_kernels"
+    ),
+    "decisions depend on no clock, no chance and no engine": lambda importer, module: (
+        unit_of(importer) in PURE and top_of(module) in UNDECIDED
+    ),
+    "core imports the standard library only": lambda importer, module: (
+        unit_of(importer) == "core" and top_of(module) not in {"cosched", *sys.stdlib_module_names}
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_imports_keep_the_rule(rule):
+    wrong = wrong_imports(RULES[rule])
     assert not wrong, "\n".join(wrong)
 
 

@@ -82,16 +82,12 @@ def test_a_cpu_build_of_torch_in_the_gpu_profile_is_an_error(setup):
     assert not setup.stamp.exists()
 
 
-def test_a_failed_gpu_install_names_the_index_that_is_needed(setup):
-    done = setup("gpu", FAKE_PIP="1")
-    assert done.returncode == 1
-    assert "NVIDIA's own package index" in done.stderr
-    assert not setup.stamp.exists()
-
-
-def test_a_failed_cpu_install_leaves_no_stamp(setup):
-    assert setup("cpu", FAKE_PIP="1").returncode == 1
-    assert not setup.stamp.exists()
+def test_a_failed_install_leaves_no_stamp_and_names_the_index_that_a_gpu_needs(setup):
+    for profile in ("cpu", "gpu"):
+        done = setup(profile, FAKE_PIP="1")
+        assert done.returncode == 1
+        assert ("NVIDIA's own package index" in done.stderr) == (profile == "gpu")
+        assert not setup.stamp.exists()
 
 
 def test_a_size_that_cannot_be_taken_does_not_end_the_install(setup, tmp_path):

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import math
+import re
 import subprocess
 import sys
-from dataclasses import dataclass, field
 from importlib import import_module, metadata
-from typing import Annotated
 
 import pytest
-from cyclopts import CycloptsError, Parameter
+from cyclopts import CycloptsError
 
 import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched import cli
-from cosched.cli import COMMANDS, JsonOption, explained_by, main, new_app, section
+from cosched.batch.jsonl.config import JobConfig
+from cosched.cli import COMMANDS, JsonOption, main
 from cosched.errors import ConfigError
 
 BAD_NUMBERS = ("nan", "inf", "-inf", "1e999", "x", "", "0x10", "-2")
@@ -155,6 +154,14 @@ def test_each_command_has_help_of_its_own(words, capsys):
     assert f"Usage: cosched {' '.join(words)} " in capsys.readouterr().out
 
 
+def test_an_option_has_the_text_of_the_field_that_it_sets(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    main(["batch", "--help"])
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    [text] = re.findall(r"^ *concurrency +(.*)$", JobConfig.__doc__, flags=re.M)
+    assert f"--concurrency INT {text}" in shown
+
+
 def run_python(code):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
 
@@ -178,50 +185,3 @@ def test_a_command_that_lacks_its_engine_says_so():
     )
     assert done.returncode == 2
     assert done.stderr.startswith("cosched: simulate needs torch"), done.stderr
-
-
-@dataclass(frozen=True, kw_only=True)
-class Oven:
-    """Fields, and what the docstring says of them.
-
-    heat_c  degrees [C]
-    trays   at most this number
-            at a time
-    """
-
-    heat_c: float = 0.0
-    trays: int = 2
-
-
-@explained_by(Oven)
-@dataclass(kw_only=True)
-class OvenOptions:
-    heat_c: Annotated[float, cli.number(gte=0), Parameter(name="--heat")] = 180.0
-    trays: cli.Count = 2
-    fan: cli.OnOff = True
-    """moves the air"""
-
-
-@dataclass(kw_only=True)
-class Bake:
-    oven: Annotated[OvenOptions, section("Oven")] = field(default_factory=OvenOptions)
-    names: cli.Names = ()
-    """what is baked"""
-    share: cli.Share = 0.5
-
-
-def test_options_of_a_struct_have_its_texts(capsys):
-    app = new_app("bake")
-    app.default(Bake)
-    app.help_print([])
-    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert "--heat FLOAT degrees [C] [default: 180]" in shown
-    assert "--trays INT at most this number at a time [default: 2]" in shown
-    assert "--fan --no-fan moves the air [default: True]" in shown
-    assert "--names A,B,… what is baked [default: all]" in shown
-    words = ["--heat", "99.5", "--trays=1", "--no-fan", "--names", "a, b", "--names", "c,d"]
-    given = cli.parse(Bake, words)
-    assert given.oven == OvenOptions(heat_c=99.5, trays=1, fan=False)
-    assert given.names == ("c", "d") and math.isclose(given.share, 0.5)
-    with pytest.raises(ConfigError, match=r"--share\. Must be <= 1"):
-        cli.parse(Bake, ["--share", "1.1"])

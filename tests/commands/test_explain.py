@@ -40,13 +40,14 @@ def refused(capsys):
     return run
 
 
+class Steps(Recorder):
+    def step(self, plan, view, *batch, **options):
+        self.run(view, *batch, plan=plan, **options)
+
+
 @pytest.fixture
 def recorder(tmp_path):
-    return Recorder(tmp_path / "log")
-
-
-def step(recorder, plan, view, *batch, **options):
-    recorder.run(view, *batch, plan=plan, **options)
+    return Steps(tmp_path / "log")
 
 
 LATE = SkipReason.LATENCY_BUDGET
@@ -60,25 +61,25 @@ def stopped_and_resumed(recorder):
     run = decoding(f, 1)
     pool = [first, f]
     seen = {"first": LATE, "f": FULL}
-    step(recorder, Plan(), FakeView(online=[a], now_s=0.5))
-    step(recorder, Plan(skipped={"first": LATE}), FakeView(offline=pool, now_s=1.1))
-    step(recorder, Plan(skipped=seen), FakeView(offline=pool, now_s=1.2))
-    step(recorder, Plan(skipped=seen), FakeView(offline=pool, now_s=1.3))
-    step(recorder, Plan(prefill={"f": 64}), FakeView(offline=[f], now_s=1.4), f)
+    recorder.step(Plan(), FakeView(online=[a], now_s=0.5))
+    recorder.step(Plan(skipped={"first": LATE}), FakeView(offline=pool, now_s=1.1))
+    recorder.step(Plan(skipped=seen), FakeView(offline=pool, now_s=1.2))
+    recorder.step(Plan(skipped=seen), FakeView(offline=pool, now_s=1.3))
+    recorder.step(Plan(prefill={"f": 64}), FakeView(offline=[f], now_s=1.4), f)
     part = replace(f, num_computed_tokens=64)
-    step(recorder, Plan(prefill={"f": 36}), FakeView(unfinished=(part,), now_s=1.45), f)
-    step(recorder, Plan(), FakeView(running=(run,), now_s=1.5), run)
+    recorder.step(Plan(prefill={"f": 36}), FakeView(unfinished=(part,), now_s=1.45), f)
+    recorder.step(Plan(), FakeView(running=(run,), now_s=1.5), run)
     stop = Plan(preempt=(Preemption(rid="f"),), prefill={"a": 10})
-    step(recorder, stop, FakeView(running=(run,), online=[a], now_s=1.6), a)
+    recorder.step(stop, FakeView(running=(run,), online=[a], now_s=1.6), a)
     back = replace(f, num_output_tokens=2, num_prefix_tokens=101)
-    step(recorder, Plan(skipped={"f": FULL}), FakeView(offline=[back], now_s=1.7))
-    step(recorder, Plan(prefill={"f": 1}), FakeView(offline=[back], now_s=1.8), back)
+    recorder.step(Plan(skipped={"f": FULL}), FakeView(offline=[back], now_s=1.7))
+    recorder.step(Plan(prefill={"f": 1}), FakeView(offline=[back], now_s=1.8), back)
     run = decoding(f, 3)
     held = Plan(paused=frozenset({"f"}), skipped={"f": LATE})
     for now_s in (2.0, 2.1):
-        step(recorder, held, FakeView(running=(run, decoding(a)), now_s=now_s), decoding(a))
-    step(recorder, Plan(), FakeView(running=(run,), now_s=2.2), run, finishing=("f",))
-    step(recorder, Plan(), FakeView(now_s=3.0))
+        recorder.step(held, FakeView(running=(run, decoding(a)), now_s=now_s), decoding(a))
+    recorder.step(Plan(), FakeView(running=(run,), now_s=2.2), run, finishing=("f",))
+    recorder.step(Plan(), FakeView(now_s=3.0))
 
 
 class TestStory:
@@ -108,32 +109,20 @@ class TestStory:
     def test_a_waiting_request_that_was_aborted_waits_no_longer(self, recorder, explain):
         a, b = online("a", 100), online("b", 100)
         both = Plan(skipped={"a": FULL, "b": FULL})
-        step(recorder, both, FakeView(online=[a, b], now_s=1.0))
+        recorder.step(both, FakeView(online=[a, b], now_s=1.0))
         recorder.log.aborted("b")
-        step(recorder, Plan(skipped={"a": FULL}), FakeView(online=[a], now_s=2.0))
+        recorder.step(Plan(skipped={"a": FULL}), FakeView(online=[a], now_s=2.0))
         lines, result, _ = explain(recorder.path, "--rid", "b")
         assert lines[-1] == "     2.000  no longer waits: aborted"
         assert result["stories"][0]["is_over"]
         assert explain(recorder.path, "--rid", "a")[0][-1].endswith("the log ends")
 
-    def test_two_requests_of_one_id_have_two_stories(self, recorder, explain):
-        for arrival_s in (1.0, 5.0):
-            run = decoding(online("a", 30, arrival_s=arrival_s))
-            view = FakeView(running=(run,), now_s=arrival_s + 1)
-            step(recorder, Plan(), view, run, finishing=("a",))
-        lines, result, _ = explain(recorder.path, "--rid", "a")
-        assert [story["arrival_s"] for story in result["stories"]] == [1.0, 5.0]
-        assert [line[12:] for line in lines if line.startswith(" ")] == [
-            "decoded 1 token in 0.010 s",
-            "finished with 1 output token: length",
-        ] * 2
-
     def test_an_unreachable_target_and_a_paused_prefill_are_told(self, recorder, explain):
         a = online("a", 100, num_prefix_tokens=40)
         plan = Plan(prefill={"a": 20}, late={"a": LateReason.TOO_LONG})
-        step(recorder, plan, FakeView(online=[a], now_s=1.0), a)
+        recorder.step(plan, FakeView(online=[a], now_s=1.0), a)
         part = replace(a, num_computed_tokens=60)
-        step(recorder, Plan(skipped={"a": FULL}), FakeView(unfinished=(part,), now_s=2.0))
+        recorder.step(Plan(skipped={"a": FULL}), FakeView(unfinished=(part,), now_s=2.0))
         texts = [line[12:] for line in explain(recorder.path, "--rid", "a")[0][1:]]
         assert texts == [
             "admitted with 40 tokens cached; prefilled 20 tokens in 1 chunk, 1.000 s",
@@ -145,11 +134,11 @@ class TestStory:
 
     def test_what_the_engine_refuses_or_sends_back_is_told(self, recorder, explain):
         f = offline("f", 100)
-        step(recorder, Plan(prefill={"f": 100}), FakeView(offline=[f], now_s=1.0))
-        step(recorder, Plan(prefill={"f": 100}), FakeView(offline=[f], now_s=2.0), f)
+        recorder.step(Plan(prefill={"f": 100}), FakeView(offline=[f], now_s=1.0))
+        recorder.step(Plan(prefill={"f": 100}), FakeView(offline=[f], now_s=2.0), f)
         run = decoding(f)
-        step(recorder, Plan(), FakeView(running=(run,), now_s=3.0), run)
-        step(recorder, Plan(skipped={"f": FULL}), FakeView(offline=[f], now_s=4.0))
+        recorder.step(Plan(), FakeView(running=(run,), now_s=3.0), run)
+        recorder.step(Plan(skipped={"f": FULL}), FakeView(offline=[f], now_s=4.0))
         texts = [line[12:] for line in explain(recorder.path, "--rid", "f")[0][1:]]
         assert texts == [
             "waited 2.000 s in 1 iteration: the engine refused it",
@@ -165,15 +154,15 @@ class TestStory:
         run = decoding(f)
         view = FakeView(running=(run,), now_s=1.0)
         recorder.plan(view, Plan(preempt=(Preemption(rid="f"),)))
-        step(recorder, Plan(), view, run)
+        recorder.step(Plan(), view, run)
         texts = [line[12:] for line in explain(recorder.path, "--rid", "f")[0][1:]]
         assert texts == ["decoded 1 token in 0.010 s", "the log ends"]
 
     def test_when_older_parts_are_gone_the_story_begins_with_the_log(self, tmp_path, explain):
-        recorder = Recorder(tmp_path / "log", max_bytes=12_000)
+        recorder = Steps(tmp_path / "log", max_bytes=12_000)
         run = decoding(offline("f", 100), 1)
         for i in range(100):
-            step(recorder, Plan(), FakeView(running=(run,), now_s=10.0 + i), run)
+            recorder.step(Plan(), FakeView(running=(run,), now_s=10.0 + i), run)
         lines, *_ = explain(recorder.path, "--rid", "f")
         first = explain(recorder.path)[1]["first_s"]
         assert first > 10
@@ -190,19 +179,6 @@ def test_one_iteration_is_shown_in_full(recorder, explain):
     assert shown["preempted"] == "f keep_kv"
     assert result["preempted"] == {"f": "keep_kv"} and result["measured_s"] == 0.01
     assert (result["prefill"], result["cached"]) == ({"a": 10}, {"a": 0})
-
-
-def test_an_iteration_that_is_not_there_names_those_that_are(recorder, refused):
-    stopped_and_resumed(recorder)
-    assert "no iteration 99" in refused(recorder.path, "--iteration", "99")
-    assert "it holds 0 to 13" in refused(recorder.path, "--iteration", "99")
-
-
-def test_a_request_that_is_not_there_is_one_sentence(recorder, refused):
-    stopped_and_resumed(recorder)
-    shown = refused(recorder.path, "--rid", "nope")
-    assert shown.startswith("cosched: no request 'nope' in ")
-    assert "Its requests (each the id of a response): first, f, a" in shown
 
 
 def test_the_summary_counts_what_was_decided(recorder, explain):
@@ -248,26 +224,6 @@ class TestBadLines:
         assert "Expected `float`, got `str` - at `$.now_s`" in named[6]
         assert result["outcomes"] == {"ran": 11}
 
-    def test_a_request_whose_facts_are_missing_has_no_class(self, recorder, explain):
-        stopped_and_resumed(recorder)
-        lines = recorder.path.read_bytes().splitlines(keepends=True)
-        del lines[3]  # names f for the first time
-        recorder.path.write_bytes(b"".join(lines))
-        _, result, _ = explain(recorder.path)
-        assert result["prefill_tokens"] == {"unknown": 101, "online": 10}
-        assert result["requests"] == {"online": 1, "offline": 1}
-
-    def test_without_a_header_nothing_can_be_read(self, recorder, refused):
-        stopped_and_resumed(recorder)
-        recorder.path.write_bytes(recorder.path.read_bytes().split(b"\n", 1)[1])
-        message = refused(recorder.path)
-        assert "is no decision log: it does not begin with a header (no header before it" in message
-        assert message.count("\n") == 1
-
-    def test_a_file_that_is_no_log_is_one_sentence(self, tmp_path, refused):
-        (tmp_path / "other").write_text("a\nb\nc\n")
-        assert refused(tmp_path / "other").count("\n") == 1
-
     def test_a_part_without_a_header_is_left_out(self, recorder, explain):
         stopped_and_resumed(recorder)
         older = recorder.path.with_name(recorder.path.name + "-000000")
@@ -279,13 +235,36 @@ class TestBadLines:
         assert result["bad_lines"] == 1 and "so this part is left out" in err
         assert result["outcomes"]["ran"] > 10
 
-    def test_another_format_is_refused(self, recorder, refused):
-        content = recorder.path.read_text().replace('"format":4', '"format":99')
-        recorder.path.write_text(content)
-        assert "has format 99; this version of cosched reads format 4" in refused(recorder.path)
 
-    def test_a_file_that_is_not_there_is_one_sentence(self, tmp_path, refused):
-        assert refused(tmp_path / "absent").startswith("cosched: cannot read ")
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (["--iteration", "99"], "no iteration 99"),
+        (["--iteration", "99"], "it holds 0 to 13"),
+        (["--rid", "nope"], "cosched: no request 'nope' in "),
+        (["--rid", "nope"], "Its requests (each the id of a response): first, f, a"),
+    ],
+)
+def test_what_the_log_does_not_hold_is_said_beside_what_it_holds(recorder, refused, asked, said):
+    stopped_and_resumed(recorder)
+    assert said in refused(recorder.path, *asked)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "cosched: cannot read "),
+        ("a\nb\nc\n", "is no decision log: it does not begin with a header"),
+        ('"format":99', "has format 99; this version of cosched reads format 4"),
+    ],
+)
+def test_a_file_that_is_no_log_of_this_version_is_refused(recorder, refused, text, said):
+    header = recorder.path.read_text().replace('"format":4', '"format":99')
+    recorder.path.unlink()
+    if text is not None:
+        recorder.path.write_text(header if "format" in text else text)
+    shown = refused(recorder.path)
+    assert said in shown and shown.count("\n") == 1
 
 
 def test_help_explains_and_sglang_is_not_needed():

@@ -75,12 +75,3 @@ def test_a_command_that_is_named_exists():
         for fault in faults_in(text)
     ]
     assert not faults
-
-
-def test_the_subcommands_of_batch_are_found():
-    assert subcommands("cosched.batch.jsonl.command") == {"status", "cancel", "fetch"}
-    assert "slo" in subcommands("cosched.lab.profile")
-    for name, word in (("batches", None), ("bench", "rnu"), ("cosched.absent", None)):
-        assert fault_of(name, word)
-    assert list(faults_in("run_batch status")) == ["run_batch status is no command"]
-    assert list(named_in("`cosched batch status -o x`")) == [("batch", "status")]

@@ -16,12 +16,12 @@ from cosched.core.batch import BatchShape, BatchTotals, Prefill
 from cosched.errors import ConfigError
 from cosched.lab import profile
 from cosched.lab.cost_models.registry import make_cost_model
-from cosched.lab.simulation.machine import Machine
-from cosched.lab.simulation.run import CostSpec, RunSpec, WorkloadSpec, execute
+from cosched.lab.simulation.run import execute
 from cosched.lab.simulation.setting import setting_of
 from cosched.predict.fitted import PREDICTORS, fit_predictor
 from cosched.predict.profile_file import Profile
 from tests.in_process import stay_in_process
+from tests.lab.simulation.specs import make_spec
 from tests.predict.batches import scheduler_batches
 
 MACHINE = ("--cost-model", "roofline", "--gpu", "H100")
@@ -87,16 +87,6 @@ def test_repeats_give_the_median_and_disagreement_is_discarded(tmp_path):
     assert wild["num_points"] + wild["about"]["num_discarded"] == 60
 
 
-def test_pages_and_separate_phases_are_measured_too(tmp_path):
-    result = measure(
-        *("--write", str(tmp_path / "p.json"), "--virtual", *MACHINE, "--page-size", "16"),
-        *("--no-mixed-chunk", "--no-overlap", "--batches", "90", "--repeats", "1"),
-    )
-    assert result["about"]["num_not_run"] == 0
-    kinds = {profile.kind_of(p.batch) for p in Profile.load(tmp_path / "p.json").points}
-    assert kinds == {"decode", "prefill", "cached prefill"}
-
-
 def test_a_live_engine_is_measured_and_starts_from_its_profile(tiny_model, tmp_path):
     path = tmp_path / "tiny.json"
     flags = ["--model-path", str(tiny_model), "--dtype", "float32", "--max-total-tokens", "6000"]
@@ -135,18 +125,9 @@ def test_a_live_engine_is_measured_and_starts_from_its_profile(tiny_model, tmp_p
                 assert estimated.estimate_s(totals) == profiled.predictor.predict_s(totals)
 
 
-def small_run(**changes):
-    return replace(
-        RunSpec(
-            setting=setting_of("hygen"),
-            machine=Machine(gpu="H100", kv_tokens=20_000, chunk_tokens=512),
-            online=WorkloadSpec(name="alpaca", rate=8.0),
-            offline=WorkloadSpec(name="bros-offline", num_requests=30),
-            cost=CostSpec(name="roofline"),
-            duration_s=3.0,
-        ),
-        **changes,
-    )
+def small_run(name="hygen", **changes):
+    machine = {"gpu": "H100", **changes.pop("machine", {})}
+    return make_spec(name, machine=machine, **{"duration_s": 3.0, **changes})
 
 
 def test_a_simulation_starts_from_the_profile_of_its_machine_and_refuses_others(virtual):
@@ -155,7 +136,7 @@ def test_a_simulation_starts_from_the_profile_of_its_machine_and_refuses_others(
     assert result.spec.describe()["config"] == {"latency_model": "h100.json"}
     assert result.summary.online.num_finished > 5
     with pytest.raises(ConfigError, match=r"device is 'virtual H100 \(roofline\)', expected"):
-        execute(small_run(config=config, machine=Machine(gpu="A100-80", kv_tokens=20_000)))
+        execute(small_run(config=config, machine={"gpu": "A100-80"}))
 
 
 @pytest.mark.parametrize("name", sorted(PREDICTORS))
@@ -170,7 +151,7 @@ def test_a_policy_plans_with_a_papers_predictor_fitted_to_the_profile(virtual, n
         points = loaded.points
         expected = fit_predictor(name, [p.batch for p in points], [p.seconds for p in points])
     assert found.name == name and found.predict_s(totals) == expected.predict_s(totals)
-    spec = small_run(setting=setting_of(f"hygen@{name}"), duration_s=1.0)
+    spec = small_run(f"hygen@{name}", duration_s=1.0)
     result = execute(replace(spec, config=(("latency_model", str(path)),)))
     assert result.summary.online.num_finished > 0
     with pytest.raises(ConfigError, match="name latency_model"):
@@ -183,13 +164,6 @@ def test_a_predictor_is_chosen_by_name_for_a_policy_that_predicts():
     with pytest.raises(ConfigError, match="sarathi predicts nothing"):
         setting_of("sarathi@echo")
     assert setting_of("echo-bs+e@echo").predictor == "echo"
-
-
-def test_a_profile_is_the_estimate_of_the_machine_it_simulates(virtual):
-    path = str(virtual[0])
-    cost = CostSpec(name="profile", profile=path)
-    result = execute(small_run(cost=cost, config=(("latency_model", path),)))
-    assert result.summary.online.num_finished > 5
 
 
 @pytest.mark.parametrize(

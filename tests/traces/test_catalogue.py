@@ -2,14 +2,17 @@
 
 import gzip
 from datetime import datetime, timedelta
+from pathlib import Path
 
 import pytest
 
 from cosched.core.request import RequestClass
 from cosched_traces.catalogue import WORKLOADS, load_workload
+from cosched_traces.docs import PATH, with_tables
 from cosched_traces.errors import WorkloadError
 from cosched_traces.formats import FORMATS, read_trace
 from cosched_traces.summary import shared_ratio
+from tests.traces.conftest import ROOT
 from tests.traces.samples import (
     AZURE_HEADER,
     BURSTGPT_HEADER,
@@ -83,13 +86,6 @@ def test_a_file_without_limits_gets_that_of_its_longest_reply(tmp_path):
     assert [r.max_new_tokens for r in load_workload(str(path), seed=0).requests] == [7, 7]
 
 
-def test_workloads_of_one_seed_do_not_move_in_step():
-    one, other = (
-        load_workload(name, seed=0, rate=2, duration_s=60) for name in ("sharegpt", "lmsys")
-    )
-    assert {r.arrival_s for r in one.requests}.isdisjoint(r.arrival_s for r in other.requests)
-
-
 def test_azure_like_has_the_statistics_of_the_trace():
     made = summarize(load_workload("azure-like", seed=1))
     assert made.mean_rate == pytest.approx(5.53, rel=0.03)
@@ -110,19 +106,6 @@ def test_documents_have_20_questions_each():
     assert len({r.segments[0].key for r in more.requests}) == 101
 
 
-def test_arxiv_like_stays_within_the_context_of_its_source():
-    made = load_workload("arxiv-like", seed=0, num_requests=5000)
-    assert max(p + o for p, o in lengths_of(made)) <= 4096
-    assert summarize(made).mean_prompt_tokens == pytest.approx(2588, rel=0.03)
-    assert summarize(made).mean_output_tokens == pytest.approx(291, rel=0.08)
-
-
-def test_an_online_workload_can_be_an_offline_set():
-    made = load_workload("sharegpt", seed=0, request_class=OFFLINE, num_requests=50)
-    assert len(made.requests) == 50
-    assert {(r.arrival_s, r.request_class) for r in made.requests} == {(0, OFFLINE)}
-
-
 def test_a_trace_is_sampled_repeated_and_cut(tmp_path):
     folder = azure_folder(tmp_path)
     whole = load_workload("azure-conv", seed=0, data_dir=folder)
@@ -139,25 +122,11 @@ def test_a_trace_is_sampled_repeated_and_cut(tmp_path):
     assert {(r.arrival_s, r.request_class) for r in offline.requests} == {(0, OFFLINE)}
     with pytest.raises(WorkloadError, match="needs 120 requests, the trace has 60"):
         load_workload("azure-conv", seed=0, data_dir=folder, rate=2, duration_s=60)
-
-
-def test_a_packed_file_is_found(tmp_path):
-    folder = azure_folder(tmp_path)
+    # A packed file is found too.
     plain = folder / "arrivals" / "azure2023_conv.csv"
     plain.with_name("azure2023_conv.csv.gz").write_bytes(gzip.compress(plain.read_bytes()))
     plain.unlink()
-    assert len(load_workload("azure-conv", seed=0, data_dir=folder).requests) == 100
-
-
-def test_files_of_offline_sets(tmp_path):
-    lengths = "arxiv_summarization_stats_llama2_tokenizer_filtered_v2.csv"
-    (tmp_path / "lengths").mkdir()
-    rows = [f"{10 + i},{i + 1}" for i in range(30)]
-    write(tmp_path / "lengths" / lengths, "num_prefill_tokens,num_decode_tokens", *rows)
-    made = load_workload("arxiv", seed=0, data_dir=tmp_path)
-    assert sorted(lengths_of(made)) == [(10 + i, i + 1) for i in range(30)]
-    assert lengths_of(made) != sorted(lengths_of(made))
-    assert {r.request_class for r in made.requests} == {OFFLINE}
+    assert load_workload("azure-conv", seed=0, data_dir=folder).requests == whole.requests
 
 
 @pytest.mark.parametrize(
@@ -176,16 +145,12 @@ def test_files_of_offline_sets(tmp_path):
         ("multi-turn", {"num_sessions": 3, "rate": 1}, "a rate of starts or a number under way"),
         ("multi-turn", {"request_class": OFFLINE}, "multi-turn is online only"),
         ("agents", {}, r"agents reads sessions/kv_cache_tester_40.jsonl of a data folder"),
+        ("mmlu", {"data_dir": Path(".")}, r"mmlu: neither prompts/mmlu/mmlu_dev.jsonl nor"),
     ],
 )
 def test_what_cannot_be_is_said(name, asked, reason):
     with pytest.raises(WorkloadError, match=reason):
         load_workload(name, seed=0, **asked)
-
-
-def test_a_folder_without_the_file_is_said(tmp_path):
-    with pytest.raises(WorkloadError, match=r"mmlu: neither prompts/mmlu/mmlu_dev.jsonl nor"):
-        load_workload("mmlu", seed=0, data_dir=tmp_path)
 
 
 SAMPLES = {
@@ -239,3 +204,8 @@ def test_a_batch_file_needs_a_tokenizer(tmp_path):
     made = load_workload(str(path), seed=0, tokenize=lambda text: list(text.encode()))
     assert lengths_of(made) == [(3, 2)]
     assert made.requests[0].request_class is OFFLINE
+
+
+def test_the_tables_of_the_page_are_current():
+    page = (ROOT / PATH).read_text(encoding="utf-8")
+    assert page == with_tables(page), "run python -m cosched_traces.docs"

@@ -11,11 +11,10 @@ from cosched_traces.errors import WorkloadError
 from cosched_traces.lengths import Fixed, Uniform
 from cosched_traces.offline_sets import (
     PrefixGroups,
-    independent_requests,
     length_pairs,
 )
 from cosched_traces.summary import shared_ratio
-from tests.traces.samples import common_prefix, lengths_of, rids_of
+from tests.traces.samples import common_prefix, rids_of
 
 
 def groups(**fields):
@@ -49,13 +48,6 @@ def test_groups_share_their_heads_and_nothing_else():
             assert same == (one.segments[0].num_tokens if alike else 0)
 
 
-def test_groups_are_shuffled_by_seed():
-    shuffled = groups().workload("g", seed=0)
-    assert heads_of(shuffled) != sorted(heads_of(shuffled))
-    assert shuffled == groups().workload("g", seed=0)
-    assert shuffled != groups().workload("g", seed=1)
-
-
 def test_groups_of_different_sizes():
     made = groups(num_groups=3, requests_per_group=(1, 2, 3)).workload("g", seed=0)
     assert sorted(Counter(heads_of(made)).values()) == [1, 2, 3]
@@ -78,13 +70,6 @@ def test_the_shared_share_is_the_one_of_the_numbers(num_groups, each, shared, un
     ).workload("g", seed=0)
     expected = shared * (each - 1) / (each * (shared + unique))
     assert shared_ratio(made) == pytest.approx(expected)
-
-
-def test_independent_requests():
-    made = independent_requests("i", [(5, 1), (7, 2)], seed=0, arrivals_s=[0.5, 2])
-    assert lengths_of(made) == [(5, 1), (7, 2)]
-    assert [r.arrival_s for r in made.requests] == [0.5, 2]
-    assert shared_ratio(made) == 0
 
 
 def test_pairs_within_a_context_keep_both_distributions():

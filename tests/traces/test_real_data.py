@@ -3,11 +3,10 @@
 import pytest
 
 from cosched_traces.catalogue import WORKLOADS, load_workload
-from cosched_traces.datasets import DATASETS
 from cosched_traces.formats import read_trace
 from cosched_traces.mmlu import generate_mmlu
 from cosched_traces.summary import shared_ratio
-from tests.traces.samples import common_prefix, lengths_of, summarize
+from tests.traces.samples import summarize
 
 
 def test_azure_conversation(data_dir):
@@ -18,15 +17,6 @@ def test_azure_conversation(data_dir):
     assert made.mean_prompt_tokens == pytest.approx(1154.7, abs=0.05)
     assert made.mean_output_tokens == pytest.approx(211.1, abs=0.05)
     assert (made.max_prompt_tokens, made.max_output_tokens) == (14_050, 1000)
-
-
-def test_vidur_holds_the_same_trace(data_dir):
-    azure = read_trace(data_dir / "arrivals/azure2023_conv.csv")
-    vidur = read_trace(data_dir / "lengths/vidur_splitwise_conv.csv.gz")
-    assert lengths_of(vidur) == lengths_of(azure)
-    assert [r.arrival_s for r in vidur.requests] == pytest.approx(
-        [r.arrival_s for r in azure.requests], abs=1e-4
-    )
 
 
 @pytest.mark.parametrize(
@@ -43,16 +33,6 @@ def test_mooncake(data_dir, name, rows, span_s, prompt, output):
     assert made.mean_prompt_tokens == pytest.approx(prompt, abs=1)
     assert made.mean_output_tokens == pytest.approx(output, abs=1)
     assert made.shared_ratio > 0.3
-
-
-def test_the_three_system_prompts_of_mooncake_are_shared_tokens(data_dir):
-    made = read_trace(data_dir / "arrivals/mooncake_arxiv_first1000.jsonl.gz")
-    firsts = [r.segments[0].key for r in made.requests]
-    counts = sorted((firsts.count(key) for key in set(firsts)), reverse=True)
-    assert counts == [486, 361, 153]
-    one, other = made.requests[:2]
-    same = common_prefix(one.prompt(vocab_size=32_000), other.prompt(vocab_size=32_000))
-    assert same == 512
 
 
 @pytest.mark.parametrize(
@@ -83,24 +63,7 @@ def test_mmlu_and_its_stand_in(data_dir):
     assert shared_ratio(made) == pytest.approx(shared_ratio(real), abs=0.005)
 
 
-def test_tables_of_quantiles_come_near_the_files(data_dir):
-    for name, file in (
-        ("azure", "lengths/vidur_splitwise_conv.csv.gz"),
-        ("arxiv", "lengths/arxiv_summarization_stats_llama2_tokenizer_filtered_v2.csv.gz"),
-    ):
-        real = summarize(read_trace(data_dir / file, format="lengths"))
-        made = DATASETS[name]
-        assert made.prompt_lengths.mean == pytest.approx(real.mean_prompt_tokens, rel=0.02)
-        assert made.output_lengths.mean == pytest.approx(real.mean_output_tokens, rel=0.02)
-
-
 @pytest.mark.parametrize("name", [name for name, named in WORKLOADS.items() if named.files])
 def test_named_workloads_find_their_files(data_dir, name):
     made = load_workload(name, seed=0, data_dir=data_dir, num_requests=100)
     assert len(made.requests) == 100
-
-
-def test_the_benchmark_s_online_load(data_dir):
-    made = load_workload("azure-conv", seed=0, data_dir=data_dir, rate=2.5, duration_s=3600)
-    assert len(made.requests) == 9000
-    assert made.requests[-1].arrival_s < 3600

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from cosched_traces.errors import WorkloadError
 from cosched_traces.transform import (
     busiest_window,
-    period_s,
     replay_faster,
     rescale_lengths,
     rescale_think_times,
@@ -17,13 +16,6 @@ from tests.traces.samples import common_prefix, evenly, lengths_of, request, wor
 
 def times(given):
     return [r.arrival_s for r in given.requests]
-
-
-def test_the_period_counts_the_gap_after_the_last():
-    assert period_s(evenly(10, 0.5)) == pytest.approx(5)
-    for at_0 in (workload(), workload(request()), workload(request("a"), request("b"))):
-        with pytest.raises(WorkloadError, match="arrive at once"):
-            period_s(at_0)
 
 
 def test_a_workload_is_replayed_faster_and_nothing_else_changes():
@@ -65,25 +57,16 @@ def test_no_window_of_that_length_holds_more_tokens_than_the_busiest(gaps, lengt
     )
 
 
-def pair(first=100, second=60):
-    """Two requests on one head."""
-    return workload(
-        request("a", prompt=((1, first), (2, 30)), output=10),
-        request("b", prompt=((1, first), (3, second)), output=20),
-    )
-
-
 def test_rescaled_lengths_keep_what_is_shared():
-    scaled = rescale_lengths(pair(), prompt=0.5, output=0.1)
+    pair = workload(
+        request("a", prompt=((1, 100), (2, 30)), output=10),
+        request("b", prompt=((1, 100), (3, 60)), output=20),
+    )
+    scaled = rescale_lengths(pair, prompt=0.5, output=0.1)
     assert lengths_of(scaled) == [(65, 1), (80, 2)]
     one, other = (r.prompt(vocab_size=50_000) for r in scaled.requests)
     assert common_prefix(one, other) == 50
     asked = workload(request(output=4, max_new_tokens=10))
     assert rescale_lengths(asked, output=2).requests[0].max_new_tokens == 20
-
-
-def test_given_tokens_have_their_length():
-    given_ = workload(request(token_ids=(1, 2, 3)))
-    assert rescale_lengths(given_, output=2).requests[0].num_output_tokens == 10
     with pytest.raises(WorkloadError, match="cannot be rescaled"):
-        rescale_lengths(given_, prompt=2)
+        rescale_lengths(workload(request(token_ids=(1, 2, 3))), prompt=2)

@@ -47,53 +47,30 @@ class TestClass:
         assert wish({}) == wire.Wish()
         assert wire.priority_for(wire.Wish(), None) is None
 
-    @pytest.mark.parametrize("tier", ["auto", "default", "priority", "scale", None])
-    def test_other_tiers_are_online(self, tier):
-        assert request_class({"service_tier": tier}) is ONLINE
-
-    def test_flex_is_offline(self):
-        said = wish({"service_tier": "flex"})
-        assert wire.priority_for(said, None) == wire.OFFLINE_PRIORITY < 0
-
-    def test_flex_keeps_a_negative_priority_of_its_own(self):
-        body = {"service_tier": "flex", "priority": -3}
-        assert wire.priority_for(wish(body), -3) == -3
-
-    @pytest.mark.parametrize("tier", ["auto", "standard_only", None])
-    def test_tiers_of_anthropic(self, tier):
-        tiers = wire.ANTHROPIC_SERVICE_TIERS
-        assert request_class({"service_tier": tier}, tiers=tiers) is ONLINE
-        assert request_class({"service_tier": "flex"}, tiers=tiers) is OFFLINE
-        found = error({"service_tier": "default"}, tiers=tiers)
-        assert "choose from auto, flex, standard_only" in str(found)
-
     @pytest.mark.parametrize("tier", sorted(set(wire.SERVICE_TIERS) - {"flex"}))
     def test_a_tier_that_says_nothing_leaves_it_to_the_priority(self, tier):
         assert wire.SERVICE_TIERS[tier] is None
         assert request_class({"service_tier": tier, "priority": -2}) is OFFLINE
         assert wire.priority_for(wish({"service_tier": tier}), None) is None
 
-    @pytest.mark.parametrize("tier", ["Flex", "batch", "", 5, True, ["flex"], {"flex": 1}])
-    def test_unknown_tier(self, tier):
-        found = error({"service_tier": tier})
-        assert found.field == "service_tier"
-        assert "choose from auto, default, flex, priority, scale" in str(found)
-
-    @pytest.mark.parametrize("priority", [0, 7])
-    def test_flex_against_an_online_priority_names_both(self, priority):
-        found = error({"service_tier": "flex", "priority": priority})
-        assert found.field == "service_tier"
-        assert f"priority {priority}" in str(found) and "'flex'" in str(found)
+    @pytest.mark.parametrize(
+        ("body", "headers", "field"),
+        [
+            *(({"service_tier": t}, {}, "service_tier") for t in ("Flex", "", 5, True, ["flex"])),
+            *(({"priority": p}, {}, "priority") for p in ("-5", -5.0, True, [-5], {"class": 1})),
+            *(({}, {"x_smg_priority": v}, "x-smg-priority") for v in ("", "low", "-1")),
+            *(({"custom_params": v}, {}, "custom_params") for v in (5, "x", [1], False)),
+            ({"custom_params": {"cosched": 5}}, {}, "custom_params.cosched"),
+        ],
+    )
+    def test_a_wrong_kind_of_value_is_refused_by_its_field(self, body, headers, field):
+        assert error(body, **headers).field == field
 
     @given(st.integers())
     def test_sign_of_the_priority_is_the_class(self, priority):
         body = {"priority": priority}
         assert request_class(body) is (OFFLINE if priority < 0 else ONLINE)
         assert wire.priority_for(wish(body), priority) == priority
-
-    @pytest.mark.parametrize("priority", ["-5", -5.0, True, [-5], {"class": "offline"}, "high"])
-    def test_priority_must_be_an_integer(self, priority):
-        assert error({"priority": priority}).field == "priority"
 
     def test_an_endpoint_that_drops_the_priority_does_not_lose_it(self):
         assert wire.priority_for(wish({"priority": -5}), None) == -5
@@ -113,18 +90,8 @@ class TestClass:
         assert request_class({}, x_smg_priority=value) is ONLINE
         assert request_class({"priority": -1}, x_smg_priority=value) is OFFLINE
 
-    @pytest.mark.parametrize("value", ["", "low", "-1"])
-    def test_unknown_gateway_class(self, value):
-        found = error({}, x_smg_priority=value)
-        assert found.field == "x-smg-priority"
-        assert "choose from bulk, default, interactive, system" in str(found)
-
 
 class TestTargets:
-    def test_headers(self):
-        said = wish(None, x_slo_ttft_ms="500", x_slo_tpot_ms=" 20.5 ")
-        assert said.slo == {"ttft_slo_ms": 500.0, "tpot_slo_ms": 20.5}
-
     @pytest.mark.parametrize("value", ["", "abc", "5ms", "1_000", "0", "-1", "nan", "inf", "1e999"])
     @pytest.mark.parametrize("header", ["x-slo-ttft-ms", "x-slo-tpot-ms"])
     def test_wrong_header(self, header, value):
@@ -133,11 +100,6 @@ class TestTargets:
     @given(targets)
     def test_body_of_openai(self, params):
         assert wish({"custom_params": {"cosched": params, "other": 1}}).slo == params
-
-    def test_body_wins_over_headers(self):
-        body = {"custom_params": {"cosched": {"ttft_slo_ms": 9}}}
-        said = wish(body, x_slo_ttft_ms="500", x_slo_tpot_ms="20")
-        assert said.slo == {"ttft_slo_ms": 9, "tpot_slo_ms": 20.0}
 
     @pytest.mark.parametrize("key", sorted(wire.SLO_FIELDS))
     @pytest.mark.parametrize("value", [0, -1, "5", True, None, float("nan"), 10**400, [1]])
@@ -148,11 +110,6 @@ class TestTargets:
         assert field == f"sampling_params.custom_params.cosched.{key}"
         field = error({"sampling_params": [{}, params]}).field
         assert field == f"sampling_params[1].custom_params.cosched.{key}"
-
-    def test_unknown_key_shows_the_choices(self):
-        found = error({"custom_params": {"cosched": {"ttft_ms": 5}}})
-        assert found.field == "custom_params.cosched.ttft_ms"
-        assert "deadline_s, output_tokens_hint, tpot_slo_ms, ttft_slo_ms" in str(found)
 
     @pytest.mark.parametrize("value", [0, -1, "5", True, None, 1.5, float("nan"), 2**31, [1]])
     def test_a_wrong_hint_is_named(self, value):
@@ -166,17 +123,14 @@ class TestTargets:
         custom = {"cosched": {"output_tokens_hint": 120, "ttft_slo_ms": 500}}
         assert wire.hint_of_params(custom) == 120
         assert wire.slo_of_params(custom) == Slo(ttft_s=0.5)
+        targets = {"ttft_slo_ms": 500, "tpot_slo_ms": 20, "deadline_s": 60}
+        expected = Slo(ttft_s=0.5, tpot_s=0.02, deadline_s=60.0)
+        assert wire.slo_of_params({"cosched": targets}) == expected
         assert wish({"custom_params": custom}).slo == custom["cosched"]
 
     @pytest.mark.parametrize("custom", [None, {}, {"cosched": None}, {"cosched": 5}, 5, "x"])
     def test_no_hint_where_nothing_is_said(self, custom):
         assert wire.hint_of_params(custom) is None
-
-    @pytest.mark.parametrize("value", [5, "x", [1], False])
-    def test_objects_are_needed(self, value):
-        assert error({"custom_params": value}).field == "custom_params"
-        found = error({"custom_params": {"cosched": value}})
-        assert found.field == "custom_params.cosched"
 
     def test_long_values_are_not_echoed_in_full(self):
         assert len(str(error({"custom_params": "x" * 10_000}))) < 200
@@ -205,12 +159,6 @@ class TestTargets:
             # What the scheduler makes of it.
             assert wire.slo_of_params(custom) == wire.parse_slo(custom["cosched"])
 
-    def test_units(self):
-        params = {"ttft_slo_ms": 500, "tpot_slo_ms": 20, "deadline_s": 60}
-        assert wire.slo_of_params({"cosched": params}) == Slo(
-            ttft_s=0.5, tpot_s=0.02, deadline_s=60.0
-        )
-
 
 WRONG = {
     "service_tier": ({"service_tier": "x"}, {}),
@@ -231,9 +179,6 @@ OFFLINE_BY = {
 
 class TestIgnoredSigns:
     """What is ignored is not even checked: to the client it is a server without it."""
-
-    def test_each_sign_is_here(self):
-        assert set(WRONG) == set(wire.SIGNS)
 
     @pytest.mark.parametrize("sign", sorted(wire.SIGNS))
     def test_wrong_values(self, sign):
@@ -260,11 +205,10 @@ class TestOneClassOnly:
     def test_whatever_it_says(self, only, offline, priority):
         said = wire.Wish(offline=offline, priority=priority, only=only)
         assert said.request_class is only
-        assert wire.class_of_priority(wire.priority_for(said, priority)) is only
-
-    def test_a_priority_of_that_class_is_kept(self):
-        assert wire.priority_for(wire.Wish(only=OFFLINE), -3) == -3
-        assert wire.priority_for(wire.Wish(only=ONLINE), 4) == 4
+        sent = wire.priority_for(said, priority)
+        assert wire.class_of_priority(sent) is only
+        if priority is not None and not offline and wire.class_of_priority(priority) is only:
+            assert sent == priority
 
 
 class TestBounds:
