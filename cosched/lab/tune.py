@@ -14,13 +14,15 @@ from __future__ import annotations
 import cosched.bootstrap  # isort: skip  # noqa: F401  # before anything of SGLang's
 
 import json
+import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
+import msgspec
 from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Table
@@ -30,7 +32,6 @@ from cosched.config import Config, parse_config
 from cosched.errors import ConfigError, choices
 from cosched.files import write_whole
 from cosched.lab.benchmark.progress import progress_of_runs
-from cosched.lab.benchmark.sweep import KNOBS, Knob, Swept, Tried, best_of, most_misses, sweep
 from cosched.lab.metrics.summary import Summary
 from cosched.lab.simulation.options import PolicyName, RunOptions, run_spec_of
 from cosched.lab.simulation.parallel import execute_all
@@ -38,14 +39,21 @@ from cosched.lab.simulation.run import RunResult, RunSpec
 from cosched.lab.simulation.setting import Setting, setting_of
 from cosched.lab.simulation.store import ResultStore
 from cosched.policies import policy_entry, policy_names
+from cosched.schedule.base import Budgets
 
 _ALONE = "s0"
 
 
+LEAST_GAIN = 0.01
+"""Relative gain in offline work that is worth a change."""
+
+TOLERANCE = 0.01
+"""Allowed loss of the attainment of online requests alone."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Outcome:
-    """A run, and that of its online requests alone. Implements
-    `cosched.lab.benchmark.sweep.Tried`."""
+class Tried:
+    """A run, and that of its online requests alone."""
 
     result: RunResult
     alone: Summary
@@ -77,6 +85,145 @@ class _Outcome:
             "tpot_s": {"p50": online.tpot_s.p50, "p99": online.tpot_s.p99},
             "seed": self.result.spec.seed,
         }
+
+
+K = TypeVar("K")
+
+
+def best_of(tried: Mapping[K, Tried], *, current: K | None = None) -> K:
+    """The key of the run with the most offline work among those within `TOLERANCE` of the
+    attainment of online requests alone; without such a run, that with the highest attainment. Of
+    equals the first. current: the others must be better by `LEAST_GAIN`."""
+
+    def rank(key: K) -> tuple[float, float]:
+        one = tried[key]
+        lacking = math.inf  # of a run that gave up
+        if not one.gave_up:
+            lacking = max((one.baseline_attainment or 0.0) - (one.attainment or 0.0), 0.0)
+        rate = one.offline_tokens_per_s or 0.0
+        if current is not None and key != current:
+            rate /= 1 + LEAST_GAIN
+        return -lacking if lacking > TOLERANCE else 0.0, rate
+
+    return max(tried, key=rank)
+
+
+def most_misses(alone: RunResult) -> int:
+    """The most misses of a good run. alone: online requests alone."""
+    attainment = alone.summary.online.attainment.joint
+    num_decided = attainment.num_met + attainment.num_missed
+    return attainment.num_missed + int(TOLERANCE * num_decided)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Knob:
+    """An option to choose.
+
+    values  that are tried beside the current one
+    flag    of SGLang; empty: a key of `Budgets`
+    """
+
+    name: str
+    text: str
+    values: tuple[float, ...]
+    flag: str = ""
+
+    def of(self, spec: RunSpec) -> float:
+        """Its value in a run."""
+        if self.name == "chunk_tokens":
+            return float(spec.machine.chunk())
+        if self.flag:
+            return float(getattr(spec.machine, self.name))
+        return float(getattr(budgets_of(spec), self.name))
+
+    def set(self, spec: RunSpec, value: float) -> RunSpec:
+        """The same run with another value."""
+        if self.flag:
+            sizes: dict[str, Any] = {self.name: int(value)}
+            return replace(spec, machine=replace(spec.machine, **sizes))
+        given: dict[str, Any] = dict(dict(spec.config).get("budgets", {}))
+        given[self.name] = value
+        return spec.configured(budgets=given)
+
+    def say(self, value: float) -> str:
+        return f"{self.name} {value:g}"
+
+
+def budgets_of(spec: RunSpec) -> Budgets:
+    return msgspec.convert(dict(dict(spec.config).get("budgets", {})), Budgets)
+
+
+KNOBS: Mapping[str, Knob] = {
+    knob.name: knob
+    for knob in (
+        Knob(
+            name="chunk_tokens",
+            text="--chunked-prefill-size of SGLang: most prompt tokens of an iteration",
+            values=(512, 1024, 2048, 4096, 8192),
+            flag="--chunked-prefill-size",
+        ),
+        Knob(
+            name="max_running_requests",
+            text="--max-running-requests of SGLang: how many run at once, of both classes",
+            values=(64, 128, 256, 512),
+            flag="--max-running-requests",
+        ),
+        Knob(
+            name="aim",
+            text="budgets.aim: share of the TPOT target that offline work may use up",
+            values=(0.9, 0.97, 0.995),
+        ),
+        Knob(
+            name="ttft_aim",
+            text="budgets.ttft_aim: share of the TTFT target within which prefills shall end",
+            values=(0.85, 0.95, 1.0),
+        ),
+        Knob(
+            name="burst",
+            text="budgets.burst: most time of an iteration with both classes [TPOT targets]",
+            values=(1.0, 1.5, 2.0, 3.0),
+        ),
+        Knob(
+            name="idle_share",
+            text="budgets.idle_share: most time of one without online requests [TTFT targets]",
+            values=(0.15, 0.3, 0.6),
+        ),
+        Knob(
+            name="crowded_share",
+            text="budgets.crowded_share: of the KV memory, before iterations get shorter",
+            values=(0.1, 0.2, 0.4),
+        ),
+    )
+}
+"""In the order of trial."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Swept:
+    """tried: the runs of each knob by value. spec: with the best value of each."""
+
+    spec: RunSpec
+    tried: Mapping[str, Mapping[float, Tried]] = field(default_factory=dict)
+
+
+def sweep(
+    spec: RunSpec,
+    knobs: Sequence[Knob],
+    run: Callable[[Mapping[str, RunSpec]], Mapping[str, Tried]],
+) -> Swept:
+    """`run` runs specifications side by side, by name."""
+    first = run({"as it is": spec})["as it is"]
+    tried: dict[str, dict[float, Tried]] = {}
+    for knob in knobs:
+        now = knob.of(spec)
+        others = [value for value in knob.values if value != now]
+        results = run({knob.say(value): knob.set(spec, value) for value in others})
+        known = {now: first} | {value: results[knob.say(value)] for value in others}
+        tried[knob.name] = dict(sorted(known.items()))
+        best = best_of({now: first, **known}, current=now)
+        if best != now:
+            spec, first = knob.set(spec, best), known[best]
+    return Swept(spec=spec, tried=tried)
 
 
 def _knobs(names: Sequence[str]) -> list[Knob]:
@@ -141,7 +288,7 @@ class Tune(JsonOption):
             def run(specs: Mapping[str, RunSpec]) -> dict[str, Tried]:
                 tried = {name: replace(one, most_misses=misses) for name, one in specs.items()}
                 results = execute(tried)
-                return {n: _Outcome(result=one, alone=alone.summary) for n, one in results.items()}
+                return {n: Tried(result=one, alone=alone.summary) for n, one in results.items()}
 
             swept = sweep(spec, knobs, run)
             checks = _checked(spec, swept.spec, execute)
@@ -171,13 +318,13 @@ class Tune(JsonOption):
             "config": json.loads(config),
             **{key: figures[key] for key in ("changed", "sglang_flags", "predicted", "spec")},
             "tried": {
-                name: {f"{value:g}": _outcome(one).figures() for value, one in values.items()}
+                name: {f"{value:g}": one.figures() for value, one in values.items()}
                 for name, values in swept.tried.items()
             },
         }
 
 
-def _checked(spec: RunSpec, chosen: RunSpec, execute: Any) -> dict[str, _Outcome]:
+def _checked(spec: RunSpec, chosen: RunSpec, execute: Any) -> dict[str, Tried]:
     """Defaults and choice on requests with another seed."""
     other = replace(spec, seed=spec.seed + 1)
     specs = {
@@ -189,7 +336,7 @@ def _checked(spec: RunSpec, chosen: RunSpec, execute: Any) -> dict[str, _Outcome
         del specs["chosen"]
     results: dict[str, RunResult] = execute(specs)
     alone = results.pop(_ALONE).summary
-    return {name: _Outcome(result=result, alone=alone) for name, result in results.items()}
+    return {name: Tried(result=result, alone=alone) for name, result in results.items()}
 
 
 def _config_of(spec: RunSpec) -> str:
@@ -200,11 +347,6 @@ def _config_of(spec: RunSpec) -> str:
     text = json.dumps({"policy": spec.setting.policy, "slo": slo, **given}, indent=1) + "\n"
     parse_config(text, source="what was chosen")
     return text
-
-
-def _outcome(tried: Tried) -> _Outcome:
-    assert isinstance(tried, _Outcome), f"{type(tried)=}"
-    return tried
 
 
 def _print_tried(swept: Swept, before: RunSpec) -> None:
@@ -220,7 +362,7 @@ def _print_tried(swept: Swept, before: RunSpec) -> None:
     Console().print(table)
 
 
-def _print_checks(checks: Mapping[str, _Outcome]) -> None:
+def _print_checks(checks: Mapping[str, Tried]) -> None:
     seed = next(iter(checks.values())).result.spec.seed
     table = Table("", "both met %", "alone %", "offline tokens/s", title=f"with seed {seed}")
     for name, one in checks.items():

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.config import Config, parse_config
 from cosched.lab import tune
-from cosched.lab.benchmark.sweep import KNOBS, LEAST_GAIN, TOLERANCE, sweep
 from cosched.lab.simulation.machine import Machine
 from cosched.lab.simulation.run import RunSpec, WorkloadSpec, execute
 from cosched.lab.simulation.setting import setting_of
+from cosched.lab.tune import KNOBS, LEAST_GAIN, TOLERANCE, sweep
 from cosched.schedule.base import Budgets
 from tests.lab.simulation.specs import make_spec
 
