@@ -101,7 +101,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     policy             name of the policy (docs/policies/)
     slo                targets of online requests that name none
-    claims             who may claim which class and targets, by API key too (docs/api.md)
+    claims             class and targets that requests may claim, by API key too (docs/api.md)
     limits             how large a request may be before it is read (docs/api.md)
     pool               order of the offline pool, for policies that keep it in prefix order; absent:
                        the policy's own

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace a file's content in one step: whoever is interrupted leaves the old file."""
+    """Replace a file's content in one step: an interrupted write leaves the old file."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         partial.write_text(text, encoding="utf-8")

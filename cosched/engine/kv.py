@@ -180,7 +180,7 @@ class KvManager:
             self._gone.append(tracked)
 
     def forget_waiting(self) -> None:
-        """The pool no longer tells which requests wait."""
+        """The pool no longer reports which requests wait."""
         for node in self.kv_tree.nodes.values():
             node.passing, node.stops = 0, {}
 

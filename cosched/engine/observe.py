@@ -72,7 +72,7 @@ class Iteration:
 
 
 class IterationObserver:
-    """Watches a scheduler run batches and tells its listeners.
+    """Watches a scheduler run batches and notifies its listeners.
 
     `launch` and `finish` stand around SGLang's `run_batch` and before `process_batch_result`.
     """

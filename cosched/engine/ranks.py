@@ -21,7 +21,7 @@ _HEADER_BYTES = 8
 
 
 class Shared(NamedTuple):
-    """What rank 0 tells the others. evictions: None: the engine's order holds
+    """What rank 0 sends to the others. evictions: None: the engine's order holds
     (`cosched.engine.tree_core`)."""
 
     plan: Plan

@@ -59,11 +59,11 @@ class WaitingQueue:
         self.offline_limits = OfflineLimits()
         """What the operator allows."""
         self.kv: KvManager | None = None
-        """Told of new and of waiting requests."""
+        """Notified of new and of waiting requests."""
         self.isolated: IsolatedWatch | None = None
-        """Told of new requests."""
+        """Notified of new requests."""
         self.decisions: DecisionLog | None = None
-        """Told which requests are aborted."""
+        """Notified of aborted requests."""
         self._guard = guard or Guard(is_strict=True)
         self._bounds = Bounds() if bounds is None else bounds
         self._came_s = came_s
@@ -74,7 +74,7 @@ class WaitingQueue:
         self._seq = itertools.count()
 
     def advance(self, now_s: float) -> None:
-        """Tell the pool the time, before planning."""
+        """Advance the time of the pool, before planning."""
         with self._pool() as pool:
             pool.advance(now_s)
 

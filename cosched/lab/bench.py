@@ -3,15 +3,13 @@
 `suite` runs an experiment in virtual time: a file with a grid of scenarios, settings and seeds
 (`cosched.lab.suite`), and writes its page of results. `check` repeats the cheap rows of such a page
 and names those that no longer hold. `run` compares settings on one workload, `live` measures a
-running server, `compare` shows results of `run` and `live` side by side. Every command prints a
-table and, as its last line, one JSON object.
+running server. Every command prints a table and, as its last line, one JSON object.
 
     cosched bench suite quick
     cosched bench suite yardstick --scenarios i,iii --data-dir DIR --write yardstick.md
     cosched bench check quick
     cosched bench run --settings s0,hygen,cosched --online azure-like --offline documents
     cosched bench live --base-url http://127.0.0.1:30000 --online azure-like ...
-    cosched bench compare a.json b.json
 
 How long it takes: docs/simulation.md.
 """
@@ -39,8 +37,6 @@ from cosched.cli import (
     NewFolder,
     OldFile,
     Positive,
-    each,
-    existing_file,
     new_app,
     run,
     run_async,
@@ -48,7 +44,6 @@ from cosched.cli import (
 )
 from cosched.errors import ConfigError, CoschedError
 from cosched.files import write_whole
-from cosched.lab.benchmark.compare import compare_files
 from cosched.lab.benchmark.live import VOCAB_SIZE, LiveTarget, measure_live, print_live
 from cosched.lab.benchmark.progress import progress_of_runs
 from cosched.lab.metrics.figure import check_can_draw
@@ -402,20 +397,3 @@ class Live(JsonOption):
             scale = self.length_scale
             workload = rescale_lengths(workload, prompt=scale, output=scale)
         return rescale_think_times(workload, self.think_scale).requests
-
-
-@app.command
-@dataclass(kw_only=True)
-class Compare(JsonOption):
-    """Show results of earlier runs side by side.
-
-    Files hold the last line of `run` or `live`. Ratios are to s0 of the first file.
-    """
-
-    files: Annotated[tuple[Path, ...], Parameter(converter=each(existing_file), metavar="FILE")] = (
-        field(kw_only=False)
-    )
-    """results"""
-
-    def __call__(self) -> int:
-        return self.finish(compare_files(self.files))

@@ -283,7 +283,7 @@ def _token_ids_without_text(tokenizer: Tokenizer) -> list[int]:
     """Ids that must not be generated: special tokens, lone bytes of a character, control codes.
 
     A server holds streamed text back until a character is complete, so a reply made of lone bytes
-    would look late to whoever measures it.
+    would look late to any measurement.
     """
     num_special = len(_SPECIAL_TOKENS)
     texts = ((index, tokenizer.decode([index])) for index in range(tokenizer.get_vocab_size()))

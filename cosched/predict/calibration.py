@@ -233,7 +233,7 @@ class _Phase:
         if self.shape is None:
             self._cold_ratios.append(observed.seconds / cold_start_s(observed.totals))
             ratios = sorted(self._cold_ratios)
-            # Two of them cannot tell which one was disturbed: the slower.
+            # Two of them do not show which one was disturbed: the slower.
             self.cold_scale = max(1.0, ratios[-2] if len(ratios) > 2 else ratios[-1])
 
     def is_due(self, *, is_off: bool) -> bool:

@@ -34,7 +34,7 @@ grows in proportion."""
 _FULL_DECODES, _FULL_CONTEXT = 16, 1024
 """With fewer decodes, or shorter contexts, decode attention does not fill the GPU (A100)."""
 _RIDGE = 0.01
-"""Weight of equal shares of the time against the data, in batches: costs that no batch tells apart
+"""Weight of equal shares of the time against the data, in batches: costs that no batch separates
 are taken to be alike."""
 _OUTLIER_DEVIATIONS, _OUTLIER_LEAST = 6.0, 0.25
 """A batch is left out when a first fit misses it by more than this number of deviations of all

@@ -5,7 +5,7 @@
     python -m cosched_kernels.compile_table
     python -m cosched_kernels.compile_table --arch 90 --head-dim 128 --kv bf16 fp8e4nv
 
-Triton compiles for any architecture, and its own ptxas and disassemblers tell what came of it. A
+Triton compiles for any architecture, and its own ptxas and disassemblers show the result. A
 second table counts the bytes that one layer moves for questions about one document, from the items
 of the plan. The last line is JSON.
 """

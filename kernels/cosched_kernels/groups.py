@@ -6,7 +6,7 @@ neither the device's slot table nor a walk over the engine's tree.
 
 In sorted order all that share a prefix stand next to each other, and what any two of them have in
 common is the least of what the neighbours between them have. So a number for each pair of
-neighbours tells the groups of any batch, whoever else is known.
+neighbours gives the groups of any batch, whatever other requests are known.
 """
 
 from __future__ import annotations

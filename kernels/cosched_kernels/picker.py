@@ -158,7 +158,7 @@ class Measured:
 
 
 def fitted(times: Sequence[Measured], start: DeviceModel) -> DeviceModel:
-    """The device that the times tell of. What they do not tell stays as in `start`.
+    """The device that the times describe. What they do not determine stays as in `start`.
 
     memory_bandwidth  of the other backend on distinct slots, where it reads most
     cache_bytes       the longest document that it reads again clearly faster than from memory

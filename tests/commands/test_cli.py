@@ -89,7 +89,6 @@ def test_a_bad_value_is_refused_by_the_name_of_its_option(app, argument):
         ),
         (["bench", "rnu"], '"rnu". Did you mean "run"? Available commands: suite'),
         (["bench", "live"], "--base-url is missing"),
-        (["bench", "compare"], "FILE is missing"),
         (["simulate", "--polcy", "x"], "--polcy. Did you mean --policy?"),
         (["simulate", "--seed"], "--seed needs a value"),
         (["simulate", "x"], "unexpected argument 'x'"),

@@ -215,7 +215,7 @@ def test_columns_are_drawn_against_the_varied_option(small, tmp_path):
         Page(rows).plot(read_suite("quick"), tmp_path / "none.png")
 
 
-def test_run_prints_a_table_and_one_json_line_and_compare_reads_it(capsys, tmp_path, ran):
+def test_run_prints_a_table_and_one_json_line(capsys, tmp_path, ran):
     results = ["--results", str(tmp_path / "results"), "--plot", str(tmp_path / "plots")]
     bench.main(["run", "--settings", "s0,sarathi", "--seeds", "2", *results, *OPTIONS])
     assert is_png(tmp_path / "plots" / "tradeoff.png")
@@ -226,17 +226,10 @@ def test_run_prints_a_table_and_one_json_line_and_compare_reads_it(capsys, tmp_p
     assert len(ran) == 4
     assert result["versions"]["sglang"]
 
-    path = tmp_path / "result.json"
-    path.write_text(shown)
-    bench.main(["compare", str(path)])
-    compared = json.loads(capsys.readouterr().out.splitlines()[-1])["compared"]
-    assert compared["s0"]["attainment_ratio"] == 1.0
 
-
-def test_unknown_settings_and_files_are_refused_by_name(tmp_path, capsys):
+def test_unknown_settings_are_refused_by_name(capsys):
     for command, said in (
         (["run", "--settings", "ehco", *OPTIONS], "unknown setting 'ehco'; choose from"),
-        (["compare", str(tmp_path / "absent.json")], "absent.json"),
         (["suite"], "name a suite"),
     ):
         with pytest.raises(SystemExit) as ended:

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from cosched.core.batch import BatchShape, BatchTotals, Prefill
 from cosched.errors import ConfigError
-from cosched.lab.cost_models.graph_sizes import default_graph_sizes
 from cosched.lab.cost_models.noise import NoisyModel
 from cosched.lab.cost_models.registry import make_cost_model
+from cosched.lab.cost_models.sglang_defaults import default_graph_sizes
 from cosched.lab.cost_models.specs import GPUS
 from cosched.papers.bros.predictor import BrosPredictor
 from cosched.papers.echo.predictor import EchoPredictor

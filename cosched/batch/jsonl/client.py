@@ -28,13 +28,13 @@ _MAX_DOUBLINGS = 16
 _PERMANENT = (401, 403, 404, 405, 501)
 """Answers of GET /health that waiting will not change."""
 _IGNORES_CLASSES = "sglang"
-"""The policy of cosched that does not tell online from offline requests."""
+"""The policy of cosched that does not distinguish online from offline requests."""
 _HEADERS = {
     "content-type": "application/json",
     "x-smg-priority": "bulk",  # says offline also where the body has no service_tier
 }
-# An answer may take hours, so a silent connection proves nothing; probes tell a slow server from
-# a machine that is gone (after 2 minutes).
+# An answer may take hours, so a silent connection proves nothing; probes distinguish a slow
+# server from a machine that is gone (after 2 minutes).
 _KEEP_ALIVE = [
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60),

@@ -135,7 +135,7 @@ class Story:
             return
         if decision.outcome == "replanned":
             return
-        self._tell(entry)
+        self._follow(entry)
         self._last_s = decision.now_s
         if decision.start_s is not None and decision.measured_s is not None:
             self._last_s = decision.start_s + decision.measured_s
@@ -153,7 +153,10 @@ class Story:
             f"tokens, at most {facts.max_new_tokens} output tokens. Seconds since it arrived, at "
             f"{facts.arrival_s:.3f} s of the engine's clock:"
         )
-        return [title, *(f"{at_s - facts.arrival_s:10.3f}  {text}" for at_s, text in self._told())]
+        return [
+            title,
+            *(f"{at_s - facts.arrival_s:10.3f}  {text}" for at_s, text in self._events()),
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -161,10 +164,10 @@ class Story:
             "class": self._facts.request_class.value,
             "arrival_s": self._facts.arrival_s,
             "is_over": self._is_over,
-            "events": [{"at_s": at_s, "text": text} for at_s, text in self._told()],
+            "events": [{"at_s": at_s, "text": text} for at_s, text in self._events()],
         }
 
-    def _told(self) -> list[tuple[float, str]]:
+    def _events(self) -> list[tuple[float, str]]:
         ends = [start_s for start_s, _ in self._chapters[1:]] + [self._last_s]
         events = [
             (start_s, chapter.text(end_s - start_s))
@@ -173,7 +176,7 @@ class Story:
         events = sorted([*events, *self._late], key=lambda event: event[0])
         return events if self._is_over else [*events, (self._last_s, "the log ends")]
 
-    def _tell(self, entry: Entry) -> None:
+    def _follow(self, entry: Entry) -> None:
         decision, rid = entry.decision, self._facts.rid
         now_s, last = decision.now_s, self._last
         reason = decision.skipped.get(rid)

@@ -327,8 +327,8 @@ def savings(scheduler: Any) -> tuple[int, int]:
 
 
 def allocate_for(original: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
-    """Tells the allocator of shared pages which requests SGLang allocates for. SGLang passes only
-    lengths, and sharing depends on the class."""
+    """Passes the allocator of shared pages the requests that SGLang allocates for. SGLang gives
+    only lengths, and sharing depends on the class."""
     allocator = batch.tree_cache.token_to_kv_pool_allocator
     if not isinstance(allocator, BidirectionalAllocator):
         return original(batch, *args, **kwargs)
@@ -337,8 +337,8 @@ def allocate_for(original: Callable[..., Any], batch: Any, *args: Any, **kwargs:
 
 
 def free_row(original: Callable[..., None], cache: Any, kv: Any, ranges: Any) -> None:
-    """Tells the allocator of shared pages whose tokens SGLang frees. SGLang passes only slots, and
-    a shared page is free after both requests have left it."""
+    """Passes the allocator of shared pages the row whose tokens SGLang frees. SGLang gives slots,
+    and a shared page is free after both requests have left it."""
     allocator = cache.token_to_kv_pool_allocator
     if not isinstance(allocator, BidirectionalAllocator):
         original(cache, kv, ranges)

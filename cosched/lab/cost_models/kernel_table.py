@@ -9,13 +9,6 @@ import numpy as np
 from cosched.core.batch import BatchShape
 from cosched.errors import ConfigError
 from cosched.lab.cost_models.base import OVERLAPPED, CpuOverhead, GpuModel, PrefixReads
-from cosched.lab.cost_models.graph_sizes import (
-    decode_graph_sizes,
-    default_chunk_tokens,
-    default_max_batch,
-    padded_sizes,
-    prefill_graph_sizes,
-)
 from cosched.lab.cost_models.kernels import (
     AllReduceTable,
     Cells,
@@ -24,6 +17,7 @@ from cosched.lab.cost_models.kernels import (
     GenerationAttention,
     attention_cells,
 )
+from cosched.lab.cost_models.sglang_defaults import default_graph_sizes, padded_sizes
 from cosched.lab.cost_models.specs import Gemm, GpuSpec, ModelSpec
 from cosched.lab.cost_models.tables import find_tables, read_table
 from cosched.predict.fitted import FloatArray, GraphSizes
@@ -69,16 +63,12 @@ class KernelTableModel(GpuModel):
         tp: int = 1,
         overhead: CpuOverhead = OVERLAPPED,
         graphs: bool = True,
-        max_prefill_graph: int | None = None,
-        max_decode_graph: int | None = None,
         mixed_decode_factor: float = 1.0,
         prefix_reads: PrefixReads = PrefixReads.EACH,
     ) -> None:
         """ConfigError when the tables are missing, broken, or lack the model's shapes.
 
         graphs               pad to CUDA graph sizes, as SGLang does by default
-        max_prefill_graph    largest prefill graph [tokens]; None: SGLang's choice for the GPU
-        max_decode_graph     largest decode graph [requests]; None: SGLang's choice for the GPU
         mixed_decode_factor  how many times longer the attention of a decode takes in a mixed batch
                              than among decodes; unknown for SGLang's kernels, 1.6 to 2 in the
                              median for vLLM's FlashAttention-2 (docs/cost_models.md)
@@ -113,13 +103,9 @@ class KernelTableModel(GpuModel):
         head = self._head(tokens, gemms)
         prefill = decode = np.arange(MAX_TOKENS + 1)
         if graphs:
-            prefill_sizes = prefill_graph_sizes(
-                max_prefill_graph or default_chunk_tokens(gpu.memory_bytes)
-            )
-            decode_sizes = decode_graph_sizes(max_decode_graph or default_max_batch(gpu, tp))
-            self.graph_sizes = GraphSizes(prefill=tuple(prefill_sizes), decode=tuple(decode_sizes))
-            prefill = np.array(padded_sizes(prefill_sizes, MAX_TOKENS))
-            decode = np.array(padded_sizes(decode_sizes, MAX_TOKENS))
+            self.graph_sizes = sizes = default_graph_sizes(gpu, tp)
+            prefill = np.array(padded_sizes(sizes.prefill, MAX_TOKENS))
+            decode = np.array(padded_sizes(sizes.decode, MAX_TOKENS))
         self._prefill_s: list[float] = body[prefill].tolist()
         self._decode_s: list[float] = (body + head)[decode].tolist()
         self._head_s: list[float] = head.tolist()

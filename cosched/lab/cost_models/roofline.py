@@ -48,11 +48,10 @@ class RooflineModel(GpuModel):
         gpu: GpuSpec,
         tp: int = 1,
         overhead: CpuOverhead = OVERLAPPED,
-        efficiency: Efficiency | None = None,
         prefix_reads: PrefixReads = PrefixReads.EACH,
     ) -> None:
         super().__init__(model=model, gpu=gpu, tp=tp, overhead=overhead, prefix_reads=prefix_reads)
-        self.efficiency = e = efficiency or Efficiency()
+        self.efficiency = e = Efficiency()
         bandwidth, flops = gpu.bandwidth_bytes_per_s, gpu.flops_per_s
 
         def gemm_terms(n: int, k: int) -> tuple[float, float, float]:

@@ -6,8 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from cosched.errors import ConfigError
-from cosched.lab.cost_models.capacity import kv_capacity_tokens
-from cosched.lab.cost_models.graph_sizes import default_chunk_tokens
+from cosched.lab.cost_models.sglang_defaults import default_chunk_tokens, kv_capacity_tokens
 from cosched.lab.cost_models.specs import gpu_spec, model_spec
 
 

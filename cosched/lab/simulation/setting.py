@@ -118,8 +118,8 @@ def setting_of(name: str) -> Setting:
     name, is_ordered, order = name.partition("/")
     if is_ordered:
         return with_eviction(setting_of(name), order)
-    name, is_told, predictor = name.partition("@")
-    if is_told:
+    name, is_named, predictor = name.partition("@")
+    if is_named:
         return with_predictor(setting_of(name), predictor)
     if name in SETTINGS:
         return SETTINGS[name]

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from cosched.core.batch import BatchShape, Prefill
 from cosched.errors import ConfigError
 from cosched.lab.cost_models.base import OVERLAPPED, SYNCHRONOUS, CpuOverhead, PrefixReads
-from cosched.lab.cost_models.capacity import default_mem_fraction, kv_capacity_tokens
 from cosched.lab.cost_models.noise import NoisyModel
 from cosched.lab.cost_models.profile_model import MIN_POINTS, ProfileModel
 from cosched.lab.cost_models.registry import COST_MODELS, make_cost_model
 from cosched.lab.cost_models.roofline import RooflineModel
+from cosched.lab.cost_models.sglang_defaults import default_mem_fraction, kv_capacity_tokens
 from cosched.lab.cost_models.specs import GPUS, MODELS
 from cosched.predict.profile_file import FILE_VERSION, MeasuredPoint, Profile
 from tests.lab.cost_models.batches import typical_batches

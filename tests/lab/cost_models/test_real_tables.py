@@ -7,8 +7,8 @@ from itertools import product
 import pytest
 
 from cosched.core.batch import BatchShape, Prefill
-from cosched.lab.cost_models.capacity import kv_capacity_tokens
 from cosched.lab.cost_models.registry import make_cost_model
+from cosched.lab.cost_models.sglang_defaults import kv_capacity_tokens
 from cosched.lab.cost_models.specs import MODELS
 from tests.lab.cost_models.batches import roofline_ratio, typical_batches
 

@@ -5,8 +5,11 @@ from dataclasses import replace
 import pytest
 
 import cosched.bootstrap  # noqa: F401  # before sglang
-from cosched.lab.cost_models.capacity import default_mem_fraction
-from cosched.lab.cost_models.graph_sizes import default_chunk_tokens, default_graph_sizes
+from cosched.lab.cost_models.sglang_defaults import (
+    default_chunk_tokens,
+    default_graph_sizes,
+    default_mem_fraction,
+)
 from cosched.lab.cost_models.specs import GPUS
 
 
