@@ -1,33 +1,59 @@
-"""What cosched says of servers with eight H100s: reads ``[[config.json, flags, cosched's
-configuration], ...]`` from the standard input, writes a list of `Support` or ``{"error": ...}``."""
+"""What cosched says of servers with GPUs (`tests.pretend_gpu`), asked in a process of its own."""
 
 import json
+import os
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
-
-import msgspec
-
-import tests.pretend_gpu  # noqa: F401  # before SGLang
-from cosched.config import Config
-from cosched.engine.arguments import engine_arguments, resolve
-from cosched.engine.support import support
-from cosched.errors import ConfigError
+from unittest import mock
 
 
-def answer(model, flags, config):
-    settings = msgspec.convert(config, Config)
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(model))
-        argv = ["--model-path", folder, *flags]
+def resolve_servers(servers, gpu="H100"):
+    """`Support` as a dictionary with its verdict, or ``{"error": reason}``, for each server.
+
+    A server is ``{"files": {path: contents}, "flags": [...], "config": cosched's, "environment":
+    {...}}``. Contents are a text, or written as JSON. ``{folder}`` in a flag is where the files
+    are. One process, because importing SGLang takes longest.
+    """
+    with tempfile.TemporaryDirectory() as cache:
+        settings = {"PRETENDED_GPU": gpu, "HF_MODULES_CACHE": cache, "HF_HUB_OFFLINE": "1"}
+        ended = subprocess.run(
+            [sys.executable, "-m", "tests.resolve_servers"],
+            input=json.dumps(servers),
+            capture_output=True,
+            text=True,
+            check=False,
+            env=os.environ | settings,
+        )
+    assert ended.returncode == 0, ended.stderr
+    return json.loads(ended.stdout.splitlines()[-1])
+
+
+def answer(files, flags, config=None, environment=None):
+    import msgspec
+
+    from cosched.config import Config
+    from cosched.engine.options import ServerFlags
+    from cosched.engine.support import support
+    from cosched.errors import ConfigError
+
+    settings = msgspec.convert(config or {}, Config)
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, environment or {}):
+        for name, contents in files.items():
+            path = Path(folder, name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(contents if isinstance(contents, str) else json.dumps(contents))
+        flags = [flag.replace("{folder}", folder) for flag in flags]
         try:
-            server_args = resolve(engine_arguments(argv, settings, mixed_chunk=True))
-            found = support(server_args, settings)
+            found = support(ServerFlags(flags).server_args(settings), settings)
         except ConfigError as error:
-            return {"error": str(error)}
+            return {"error": str(error).replace(f"{folder}/", "")}
     return found._asdict() | {"verdict": found.verdict()}
 
 
 if __name__ == "__main__":
-    answers = [answer(*one) for one in json.load(sys.stdin)]
+    import tests.pretend_gpu  # noqa: F401  # before SGLang
+
+    answers = [answer(**server) for server in json.load(sys.stdin)]
     print(json.dumps(answers))

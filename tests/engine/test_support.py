@@ -1,12 +1,9 @@
 """What cosched says of a server before anything is loaded, asked of SGLang's own argument code."""
 
-import json
-import subprocess
-import sys
-
 import pytest
 
 from cosched.engine.support import REFUSED_ARGUMENTS
+from tests.resolve_servers import resolve_servers
 
 SIZES = {
     "hidden_size": 64,
@@ -57,16 +54,16 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def answers():
-    """By the name of the case. One process: importing SGLang takes longest."""
-    ended = subprocess.run(
-        [sys.executable, "-m", "tests.resolve_servers"],
-        input=json.dumps(list(CASES.values())),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
-    return dict(zip(CASES, json.loads(ended.stdout.splitlines()[-1]), strict=True))
+    """By the name of the case."""
+    servers = [
+        {
+            "files": {"config.json": model},
+            "flags": ["--model-path", "{folder}", *flags],
+            "config": config,
+        }
+        for model, flags, config in CASES.values()
+    ]
+    return dict(zip(CASES, resolve_servers(servers), strict=True))
 
 
 @pytest.mark.parametrize("name", ["plain", "tp", "one pool", "host memory", "LRU, two ranks"])
