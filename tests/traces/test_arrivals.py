@@ -83,13 +83,6 @@ def test_the_rate_wanders_as_measured():
     assert curve != correlated_rate(5.53, duration_s=600_000, seed=1)
 
 
-def test_steps_cover_the_duration_exactly():
-    assert correlated_rate(1, duration_s=90, seed=0).duration_s == pytest.approx(90)
-    assert diurnal_rate(1, duration_s=25).duration_s == pytest.approx(25)
-    bursts = with_bursts(constant_rate(1, duration_s=1234.5), seed=0)
-    assert bursts.duration_s == pytest.approx(1234.5)
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -79,13 +79,6 @@ def test_clients_ask_for_the_most_that_the_data_set_has(name):
     assert limit == WORKLOADS[name].max_new_tokens >= max(r.num_output_tokens for r in made)
 
 
-def test_a_file_without_limits_gets_that_of_its_longest_reply(tmp_path):
-    path = write(
-        tmp_path / "trace.csv", AZURE_HEADER, "2023-11-16 00:00:00,10,7", "2023-11-16 00:00:01,10,3"
-    )
-    assert [r.max_new_tokens for r in load_workload(str(path), seed=0).requests] == [7, 7]
-
-
 def test_azure_like_has_the_statistics_of_the_trace():
     made = summarize(load_workload("azure-like", seed=1))
     assert made.mean_rate == pytest.approx(5.53, rel=0.03)
@@ -93,17 +86,6 @@ def test_azure_like_has_the_statistics_of_the_trace():
     assert made.mean_output_tokens == pytest.approx(211.1, rel=0.04)
     assert made.max_prompt_tokens <= 14_050
     assert made.max_output_tokens <= 1000
-
-
-def test_documents_have_20_questions_each():
-    made = load_workload("documents", seed=0)
-    assert len(made.requests) == 2000
-    assert len({r.segments[0].key for r in made.requests}) == 100
-    assert all(6000 <= r.segments[0].num_tokens <= 14_000 for r in made.requests)
-    assert all(30 <= r.segments[1].num_tokens <= 60 for r in made.requests)
-    assert all(50 <= r.num_output_tokens <= 150 for r in made.requests)
-    more = load_workload("documents", seed=0, num_requests=2010)
-    assert len({r.segments[0].key for r in more.requests}) == 101
 
 
 def test_a_trace_is_sampled_repeated_and_cut(tmp_path):

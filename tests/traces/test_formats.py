@@ -158,24 +158,6 @@ def test_round_trip(tmp_path, rows):
     )
 
 
-def test_mooncake_rows_share_their_leading_blocks(tmp_path):
-    path = write_jsonl(
-        tmp_path / "m.jsonl.gz",
-        mooncake(0, 1500, [0, 1, 2]),
-        mooncake(40, 1100, [0, 1, 9]),
-        mooncake(1000, 600, [5, 1]),
-    )
-    read = read_trace(path)
-    assert [r.arrival_s for r in read.requests] == [0, 0.04, 1]
-    assert lengths_of(read) == [(1500, 7), (1100, 7), (600, 7)]
-    first, second, third = prompts(read)
-    assert [len(first), len(second), len(third)] == [1500, 1100, 600]
-    assert common_prefix(first, second) == 1024
-    assert common_prefix(first, third) == 0
-    [other, *_] = prompts(read_trace(path.rename(tmp_path / "other.jsonl")))
-    assert common_prefix(first, other) == 0, "files of other names share nothing"
-
-
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     paths=st.lists(

@@ -35,9 +35,6 @@ def test_the_fit_has_the_mean_asked_for(low, spread, high):
     mean = low * spread
     fit = fit_lognormal(mean=mean, low=low, high=high)
     assert fit.mean == pytest.approx(mean, rel=1e-3)
-
-
-def test_the_fit_has_the_spread_asked_for():
     fit = fit_lognormal(mean=90.5, std=148.52, low=1, high=2048)
     assert (fit.mean, fit.std) == pytest.approx((90.5, 148.52), rel=1e-3)
 
@@ -57,12 +54,3 @@ def test_datasets_have_the_published_means(name):
         assert published.low <= sample.min() <= sample.max() <= published.high
         if published.std is not None:
             assert sample.std() == pytest.approx(published.std, rel=0.03)
-
-
-def test_tables_of_quantiles_have_the_measured_means():
-    # Of the files the tables were taken from; a table of 29 points comes within 2 % of them.
-    azure, arxiv = DATASETS["azure"], DATASETS["arxiv"]
-    assert azure.prompt_lengths.mean == pytest.approx(1154.7, rel=0.02)
-    assert azure.output_lengths.mean == pytest.approx(211.1, rel=0.02)
-    assert arxiv.prompt_lengths.mean == pytest.approx(2588.1, rel=0.02)
-    assert arxiv.output_lengths.mean == pytest.approx(291.4, rel=0.02)

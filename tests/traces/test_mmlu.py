@@ -53,13 +53,6 @@ def test_without_a_tokenizer_lengths_are_estimated_and_heads_shared(files):
     assert {r.num_output_tokens for r in made.requests} == {3}
 
 
-def test_shuffled_by_seed_and_cut(files):
-    first = read_mmlu(*files, seed=0)
-    assert rids_of(first) != rids_of(read_mmlu(*files, seed=1))
-    assert rids_of(read_mmlu(*files, seed=0, num_requests=4)) == rids_of(first)[:4]
-    assert rids_of(first) != sorted(rids_of(first))
-
-
 @pytest.mark.parametrize(
     ("bad", "reason"),
     [

@@ -79,11 +79,3 @@ def test_pairs_within_a_context_keep_both_distributions():
     assert max(p + o for p, o in free) > 4500 >= max(p + o for p, o in held)
     assert sorted(p for p, _ in free) == sorted(p for p, _ in held)
     assert sorted(o for _, o in free) == sorted(o for _, o in held)
-
-
-def test_pairs_that_cannot_be_exchanged_are_cut():
-    assert length_pairs(Fixed(50), Fixed(80), size=2, seed=0, max_total_tokens=100) == [
-        (20, 80),
-        (20, 80),
-    ]
-    assert length_pairs(Fixed(5), Fixed(80), size=1, seed=0, max_total_tokens=60) == [(1, 59)]

@@ -44,18 +44,6 @@ def test_the_rate_of_all_clients_is_scaled_and_time_is_cut(tmp_path):
     assert 0 <= read.requests[0].arrival_s < read.requests[-1].arrival_s < 400
 
 
-def test_lengths_of_the_latest_window_that_has_some(tmp_path):
-    lengths = {"0": ({0: 1.0}, {5: 1.0}), "600": ({}, {}), "1200": ({30: 1.0}, {6: 1.0})}
-    windows = ("0,1,1,Gamma,1,1", "600,1,1,Gamma,1,1", "1200,1,1,Gamma,1,1")
-    client(tmp_path, 0, *windows, lengths=lengths)
-    read = read_servegen(tmp_path, seed=0, duration_s=1800)
-    # A length of 0 becomes 1.
-    assert {(r.arrival_s >= 1200, r.num_prompt_tokens) for r in read.requests} == {
-        (False, 1),
-        (True, 30),
-    }
-
-
 @pytest.mark.parametrize(
     ("row", "reason"),
     [

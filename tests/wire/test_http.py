@@ -159,37 +159,49 @@ def refused(response, *parts):
         assert part in response.text
 
 
+PRIORITY = OFFLINE_PRIORITY
+CLASSES = [
+    ({}, {}, None),
+    *(({"priority": priority}, {}, priority) for priority in (-7, 0, 3)),
+    ({"service_tier": "flex"}, {}, PRIORITY),
+    ({"service_tier": "flex", "priority": -2}, {}, -2),
+    ({}, {"x_smg_priority": "bulk"}, PRIORITY),
+]
+WRONG = [
+    ({"service_tier": "flex", "priority": 1}, {}, ["service_tier", "'flex'", "priority 1"]),
+    *(({"priority": wrong}, {}, ["priority", "integer"]) for wrong in ("-5", -5.0, True, [-5])),
+    ({}, {"x_smg_priority": "bulky"}, ["x-smg-priority", "bulk, default, interactive, system"]),
+    *(({}, {"x-slo-ttft-ms": wrong}, ["x-slo-ttft-ms"]) for wrong in ("0", "-1", "soon", "inf")),
+    ({}, {"x-slo-tpot-ms": "0"}, ["x-slo-tpot-ms"]),
+    *(({}, {"x-data-parallel-rank": wrong}, ["x-data-parallel-rank"]) for wrong in ("flex", "1.5")),
+]
+WRONG_FOR_OPENAI = [
+    (
+        {"service_tier": "flexible"},
+        {},
+        ["service_tier", "'flexible'", "auto, default, flex, priority, scale"],
+    ),
+    (
+        {"custom_params": {"cosched": {"ttft_slo_ms": -1}}},
+        {},
+        ["custom_params.cosched.ttft_slo_ms", "-1"],
+    ),
+]
+
+
 class TestClass:
     @pytest.mark.parametrize("path", ALL)
-    def test_silence_is_online_and_nothing_is_added(self, front, path):
-        assert post(front, path).status_code == 200, path
-        assert front.priorities == [None]
-        assert front.targets == [None]
-
-    @pytest.mark.parametrize("path", ALL)
-    @pytest.mark.parametrize("priority", [-7, 0, 3])
-    def test_priority_arrives_from_every_endpoint(self, front, path, priority):
-        assert post(front, path, priority=priority).status_code == 200
-        assert front.priorities == [priority]
-
-    @pytest.mark.parametrize("path", ALL)
-    def test_flex(self, front, path):
-        assert post(front, path, service_tier="flex", root_path="/v2").status_code == 200
-        assert front.priorities == [OFFLINE_PRIORITY]
-        assert post(front, path, service_tier="flex", priority=-2).status_code == 200
-        assert front.priorities == [-2]
+    @pytest.mark.parametrize(("fields", "headers", "priority"), CLASSES)
+    def test_the_class_arrives_from_every_endpoint(self, front, path, fields, headers, priority):
+        response = post(front, path, headers=headers, root_path="/v2", **fields)
+        assert response.status_code == 200, path
+        assert (front.priorities, front.targets) == ([priority], [None])
 
     @pytest.mark.parametrize("path", OPENAI)
     @pytest.mark.parametrize("tier", ["auto", "default", "priority", "scale"])
-    def test_other_tiers(self, front, path, tier):
+    def test_other_tiers_say_nothing(self, front, path, tier):
         assert post(front, path, service_tier=tier).status_code == 200
         assert front.priorities == [None]
-
-    @pytest.mark.parametrize("path", OPENAI)
-    def test_unknown_tier(self, front, path):
-        response = post(front, path, service_tier="flexible")
-        refused(response, "service_tier", "'flexible'", "auto, default, flex, priority, scale")
-        assert not front.sent
 
     @pytest.mark.parametrize("tier", ["auto", "standard_only"])
     def test_anthropic_has_tiers_of_its_own(self, front, tier):
@@ -198,26 +210,11 @@ class TestClass:
         refused(front.post(MESSAGES, service_tier="default"), "auto, flex, standard_only")
 
     @pytest.mark.parametrize("path", ALL)
-    def test_contradiction(self, front, path):
-        response = post(front, path, service_tier="flex", priority=1)
-        refused(response, "service_tier", "'flex'", "priority 1")
-
-    @pytest.mark.parametrize("path", ALL)
-    @pytest.mark.parametrize("priority", ["-5", -5.0, True, [-5]])
     @pytest.mark.parametrize("stream", [False, True])
-    def test_priority_is_an_integer(self, front, path, priority, stream):
-        refused(post(front, path, priority=priority, stream=stream), "priority", "integer")
-        assert not front.sent
-
-    @pytest.mark.parametrize("path", ALL)
-    def test_bulk(self, front, path):
-        assert post(front, path, headers={"x_smg_priority": "bulk"}).status_code == 200
-        assert front.priorities == [OFFLINE_PRIORITY]
-
-    @pytest.mark.parametrize("path", ALL)
-    def test_unknown_gateway_class(self, front, path):
-        response = post(front, path, headers={"x_smg_priority": "bulky"})
-        refused(response, "x-smg-priority", "bulk, default, interactive, system")
+    def test_every_endpoint_names_a_wrong_value(self, front, path, stream):
+        for fields, headers, parts in WRONG + WRONG_FOR_OPENAI * (path in OPENAI):
+            refused(post(front, path, headers=headers, stream=stream, **fields), *parts)
+            assert not front.sent
 
     @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, GENERATE])
     def test_streams(self, front, path):
@@ -270,27 +267,6 @@ class TestTargets:
         front.post(GENERATE, text=["a", "b"], sampling_params=params, headers=headers)
         assert front.targets == [{"tpot_slo_ms": 20.5}, {"tpot_slo_ms": 7}]
         assert [request.sampling_params.max_new_tokens for request in front.sent] == [1, 2]
-
-    @pytest.mark.parametrize("path", ALL)
-    @pytest.mark.parametrize("header", ["x-slo-ttft-ms", "x-slo-tpot-ms"])
-    @pytest.mark.parametrize("value", ["0", "-1", "soon", "inf"])
-    def test_wrong_header(self, front, path, header, value):
-        refused(post(front, path, headers={header: value}), header)
-        assert not front.sent
-
-    @pytest.mark.parametrize("path", ALL)
-    @pytest.mark.parametrize("value", ["flex", "1.5"])
-    def test_wrong_rank(self, front, path, value):
-        header = "x-data-parallel-rank"
-        refused(post(front, path, headers={header: value}), header)
-        assert not front.sent
-
-    @pytest.mark.parametrize("path", OPENAI)
-    @pytest.mark.parametrize("stream", [False, True])
-    def test_wrong_target_in_the_body(self, front, path, stream):
-        params = {"cosched": {"ttft_slo_ms": -1}}
-        response = post(front, path, custom_params=params, stream=stream)
-        refused(response, "custom_params.cosched.ttft_slo_ms", "-1")
 
     @pytest.mark.parametrize("stream", [False, True])
     def test_wrong_target_in_generate(self, front, stream):
