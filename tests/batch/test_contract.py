@@ -332,22 +332,6 @@ def test_lines_with_a_common_prefix_are_sent_together(folder):
     assert sum(a != b for a, b in itertools.pairwise(order)) == 4
 
 
-def test_a_window_that_ends_while_the_server_is_down(folder):
-    config = BatchesConfig(folder=str(folder))
-    with serving(StandIn(config)) as url:
-        api = Api(url)
-        batch = api.create(lines(2000))
-        until(lambda: api.batches.retrieve(batch.id).request_counts.completed)
-    with sqlite3.connect(folder / "batches.sqlite") as store:
-        store.execute("UPDATE batches SET expires_at = ?", (int(time.time()) - 1,))
-    store.close()
-    with serving(StandIn(config)) as url:
-        api = Api(url)
-        ended = api.wait(batch)
-        assert ended.status == "expired" and ended.request_counts.completed
-        assert len(api.outcome(ended)) == 2000
-
-
 def test_a_batch_that_cannot_be_validated_stops_no_other(api, stand_in, monkeypatch):
     broken = api.upload(lines(1))
     files = stand_in.service.files

@@ -189,20 +189,6 @@ def test_overwrite_needs_no_server_of_the_earlier_job(api, job, capsys):
     assert "cannot cancel the batches of the earlier job" in capsys.readouterr().err
 
 
-def test_waiting_asks_for_its_own_batches_only(api, job, stand_in, monkeypatch):
-    """A server may have thousands of others; the list of all is read once."""
-    stand_in.delay_s = 0.5
-    listed, asked = [], BatchApi._all
-
-    def count(self):
-        listed.append(1)
-        return asked(self)
-
-    monkeypatch.setattr(BatchApi, "_all", count)
-    assert job.run(api.url) == 0 and job.outcome() == ANSWERED
-    assert len(listed) == 1
-
-
 def test_results_that_are_gone_are_sent_again(api, job, stand_in, capsys):
     """Somebody has deleted them, or they have expired: the job must not fail at every call."""
     job.run(api.url, "--detach")

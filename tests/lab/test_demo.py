@@ -45,14 +45,6 @@ def made_up(name, *, delay_s=0.1, **options):
     return measured(name, records, **options)
 
 
-def test_every_scenario_gets_the_same_requests():
-    alone, beside = (load_requests(spec(name)) for name in ("online-only", "hygen"))
-    assert alone[0] == beside[0] and not alone[1] and len(beside[1]) == 800
-    other = load_requests(spec("hygen", seed=1))
-    prompts = [{r.segments for r in online} for online, _ in (beside, other)]
-    assert prompts[0].isdisjoint(prompts[1])
-
-
 def test_targets_follow_from_chat_alone_where_they_are_not_given():
     """Everything takes 100 ms: 250 ms and 125 ms."""
     alone = made_up("online-only").result

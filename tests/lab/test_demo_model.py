@@ -51,12 +51,6 @@ def test_processes_that_race_all_get_the_whole_model_with_the_same_bytes(tiny_mo
     assert [path.name for path in tmp_path.iterdir()] == ["raced"]  # nothing left behind
 
 
-def test_a_made_model_is_not_made_again(tiny_model):
-    before = (tiny_model / "model.safetensors").stat()
-    assert ensure_demo_model(size="tiny", dtype="float32") == tiny_model
-    assert (tiny_model / "model.safetensors").stat() == before
-
-
 def test_a_directory_with_something_else_is_left_alone(tmp_path):
     (tmp_path / "thesis.txt").write_text("the only copy")
     with pytest.raises(ConfigError, match="exists and is not the tiny model with seed 0"):

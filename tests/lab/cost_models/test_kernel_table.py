@@ -76,23 +76,12 @@ def test_batches_between_the_measured_points_cost_what_their_kernels_cost(table_
     assert np.max(np.abs(errors)) < 0.25
 
 
-def test_equal_prompts_cost_what_the_table_says_of_them_together(exact):
-    attention = exact.context.seconds([Prefill(1024, 0)] * 4, 4096)
-    assert attention == pytest.approx(context_s(4, 1024, MODEL.num_heads), rel=0.02)
-
-
 def test_a_short_chunk_costs_reading_its_prefix(exact):
     short, long = (
         exact.iteration_s(BatchShape(prefills=[Prefill(4, cached)])) for cached in (0, 60_000)
     )
     kv = MODEL.kv_bytes_per_token() * 60_000
     assert long - short >= 0.9 * kv / GPU.bandwidth_bytes_per_s
-
-
-def test_uneven_contexts_cost_a_little_more_than_even_ones(exact):
-    even = exact.generation.seconds([1000] * 64)
-    uneven = exact.generation.seconds([100] * 63 + [1000 * 64 - 6300])
-    assert even < uneven < 3 * even
 
 
 def test_mixed_decodes_can_be_made_dearer(table_dir):

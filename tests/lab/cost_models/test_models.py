@@ -98,12 +98,6 @@ def test_one_decode_reads_the_weights_and_no_batch_takes_no_time():
     assert roofline().iteration_s(BatchShape()) == 0.0
 
 
-def test_within_a_factor_of_three_of_tables(toy):
-    model = RooflineModel(model=MODEL, gpu=GPU)
-    for batch in typical_batches(seed=0, num=200, max_kv_tokens=200_000):
-        assert 1 / 3 < model.iteration_s(batch) / toy.iteration_s(batch) < 3
-
-
 def test_overhead_counts_the_requests():
     slow, fast = (roofline(overhead=overhead) for overhead in (SYNCHRONOUS, OVERLAPPED))
     extra = SYNCHRONOUS.fixed_s + 31 * SYNCHRONOUS.per_sequence_s - OVERLAPPED.fixed_s
@@ -153,11 +147,6 @@ def test_capacity_is_that_of_the_server_log_of_sglang():
     tokens = kv_capacity_tokens(LLAMA, GPUS["A100-80"])
     assert tokens == kv_capacity_tokens(LLAMA, GPUS["A100-80"], mem_fraction=default)
     assert kv_capacity_tokens(LLAMA, GPUS["A100-80"], page_size=64) % 64 == 0
-
-
-def test_two_gpus_hold_more_than_twice_the_tokens_of_one():
-    one, two = (kv_capacity_tokens(MODELS["Llama-2-13B"], GPUS["A100-80"], tp) for tp in (1, 2))
-    assert two > 2 * one
 
 
 def test_a_model_that_does_not_fit_is_refused():

@@ -22,24 +22,11 @@ def test_a_job_is_done_when_its_last_line_is():
     assert job.completion_mean_s == 5.0
     assert (job.num_lines, job.num_finished) == (2, 2)
     assert job.work_per_s is None
-
-
-def test_a_line_that_did_not_end_leaves_the_makespan_open():
-    job = summarize_job([line("a", (1.0,)), line("b", (2.0, 3.0), finish_s=None)], end_s=9.0)
-    assert job.makespan_s is None
-    assert job.completion_mean_s == 1.0
-    assert (job.num_lines, job.num_finished) == (2, 1)
-
-
-def test_a_failed_line_did_no_work():
-    lines = [line("a", (5.0,)), line("b", (5.0,), ok=False)]
-    costs = {"a": CHEAP, "b": CHEAP}
-    job = summarize_job(lines, end_s=10.0, costs=costs)
-    assert job.work_per_s == pytest.approx(1 / 8)
-    assert job.makespan_s is None
-
-
-def test_no_job_has_no_figures():
+    # A line that did not end leaves the makespan open, and one that failed did no work.
+    lines = [line("a", (5.0,)), line("b", (2.0, 3.0), finish_s=None), line("c", (5.0,), ok=False)]
+    job = summarize_job(lines, end_s=10.0, costs=dict.fromkeys("abc", CHEAP))
+    assert (job.makespan_s, job.completion_mean_s) == (None, 5.0)
+    assert (job.num_lines, job.num_finished) == (3, 1)
     assert summarize_job([], end_s=5.0) == JobSummary()
 
 

@@ -36,32 +36,21 @@ def cells(line: str) -> list[str]:
 
 
 def test_one_row_per_setting_uncut():
-    lines = printed()
+    lines = printed(marked={"cosched"})
     assert len(lines) == 5
     assert "…" not in "".join(lines)
     online = ["100.0", "100.0", "100.0", "0.50", "0.50", "-", "250.0", "250.0", "250.0"]
     assert cells(lines[3]) == [*online, *"---", "0", "0.00", "25.0", "0", "0"]
     online = ["0.0", "100.0", "0.0", "2.00", "2.00", "2.00", "250.0", "250.0", "250.0"]
-    job = ["2.0", "2.0", "2.0", "45", "0.44", "25.0", "0", "1,234"]
-    assert cells(lines[4]) == [*online, *job]
-
-
-def test_a_column_without_values_is_left_out():
-    shown = " ".join(printed())
-    assert "evicted" not in shown and shown.count("hit %") == 1
-
-
-def test_a_marked_row_shows_it():
-    lines = printed(marked={"cosched"})
     assert lines[4].strip().startswith("cosched (!)") and "(!)" not in lines[3]
+    job = ["2.0", "2.0", "2.0", "45", "0.44", "25.0", "0", "1,234"]
+    assert cells(lines[4]) == ["(!)", *online, *job]
+    assert "evicted" not in " ".join(lines), "a column without values is left out"
 
 
 def test_a_baseline_adds_ratios():
     without, with_ratios = printed()[4], printed(baseline="s0")[4]
     assert len(cells(with_ratios)) == len(cells(without)) + 2
     assert cells(with_ratios)[-2:] == ["4.00", "1.00"]
-
-
-def test_an_unknown_baseline_is_refused():
     with pytest.raises(ConfigError, match="unknown baseline 's9'; choose from cosched, s0"):
         print_table(summaries(), baseline="s9")

@@ -1,7 +1,6 @@
 """Who sends requests in virtual time: sessions, waves, a bounded number of lines."""
 
 import json
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -90,25 +89,6 @@ def test_the_answer_of_a_live_server_replaces_the_answer_of_the_trace():
     (third,) = client.due(19.0)
     assert third.input_ids[:300] == second.input_ids
     assert third.input_ids[300:] == TURNS[2].prompt(vocab_size=VOCAB_SIZE)[300:]
-
-
-def test_all_live_answers_stay_in_the_context():
-    last = replace(TURNS[2], segments=(TURNS[0].segments[0]._replace(num_tokens=400),))
-    client = SessionClient([*TURNS[:2], last])
-    list(client.due(1.0))
-    client.on_finish(ended("a", 1.0), range(7, 37))
-    (second,) = client.due(9.0)
-    client.on_finish(ended("b", 9.0), range(50, 70))
-    (third,) = client.due(19.0)
-    assert third.input_ids[:300] == second.input_ids
-    assert list(third.input_ids[300:320]) == list(range(50, 70))
-    assert len(third.input_ids) == 400
-
-
-def test_the_answer_before_a_prompt_that_does_not_continue_it_is_unknown():
-    off = replace(TURNS[1], segments=(TURNS[0].segments[0]._replace(key=2, num_tokens=300),))
-    (first,) = SessionClient([TURNS[0], off]).due(1.0)
-    assert len(first.output_ids) == 0
 
 
 @given(times=st.lists(st.floats(0, 50), min_size=1, max_size=20).map(sorted))

@@ -275,13 +275,6 @@ def test_copies_of_one_direction_follow_each_other():
     assert transfers.next_done_s() is None
 
 
-def test_a_copy_waits_for_the_iteration_before_it():
-    clock = VirtualClock()
-    done = transfers_of(clock, gpu_free_s=3.0).submit_device_to_host([Transfer(100)])
-    done.finish_event.synchronize()
-    assert clock.now_s() == pytest.approx(4.0)
-
-
 @pytest.mark.parametrize(
     ("compute_s", "expected_s"),
     [(5.0, 5.1), (0.5, 1.05), (0.0, 1.0)],  # the first layer's part, or the last layer

@@ -8,9 +8,7 @@ from dataclasses import replace
 import pytest
 
 from cosched.core.request import Slo
-from cosched.errors import ConfigError
-from cosched.lab.simulation.machine import Machine
-from cosched.lab.simulation.run import CostSpec, RunSpec, WorkloadSpec, execute, load_requests
+from cosched.lab.simulation.run import RunSpec, WorkloadSpec, execute, load_requests
 from cosched.lab.simulation.setting import setting_of
 from tests.lab.simulation.specs import bytes_of, lengths, make_spec, offline, online
 
@@ -98,12 +96,6 @@ def test_requests_that_come_during_an_iteration_are_looked_for_before_it_ends(na
     assert 0.97 < busy < 1.03
 
 
-def test_noise_is_drawn_from_the_seed():
-    noisy = make_spec("s0", cost=CostSpec(name="roofline", noise_sigma=0.2), duration_s=3.0)
-    assert bytes_of(execute(noisy)) == bytes_of(execute(noisy))
-    assert bytes_of(execute(noisy)) != bytes_of(execute(make_spec("s0", duration_s=3.0)))
-
-
 def test_every_request_is_answered_in_full_when_time_suffices():
     chat = WorkloadSpec(name="alpaca", rate=2.0)
     result = execute(make_spec("sarathi", duration_s=120.0, online=chat, offline=documents(40)))
@@ -171,15 +163,6 @@ def test_hygen_attains_what_online_requests_alone_do_and_gets_offline_work_done(
     assert attained >= alone - 0.01
     assert lost < alone - 0.1, "the offline work is enough to hurt"
     assert planned.summary.offline.num_finished > 10
-
-
-def test_machine_takes_sglangs_defaults_of_the_gpu():
-    assert Machine(gpu="A100-80").chunk() == 8192
-    assert Machine(gpu="A100-40").chunk() == 4096
-    assert 400_000 < Machine(gpu="A100-80").capacity() < 500_000
-    assert Machine(kv_tokens=1000, page_size=64).capacity() == 960
-    with pytest.raises(ConfigError, match="less than one page"):
-        Machine(kv_tokens=10, page_size=64).capacity()
 
 
 @pytest.mark.parametrize(("mode", "is_told"), [("oracle", True), ("histogram", False)])
