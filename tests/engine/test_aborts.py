@@ -100,14 +100,3 @@ def test_a_failed_abort_leaves_the_queue_in_place(make_engine, monkeypatch):
         scheduler.abort_request(AbortReq(rid="r0015"))
     assert scheduler.waiting_queue is waiting
     assert len(waiting) == num_waiting - 1 and waiting.get("r0015") is None
-
-
-def test_stock_scheduling_aborts_as_before(make_engine):
-    engine = make_engine(policy="sglang", max_running_requests=1)
-    for index in range(5):
-        engine.submit(f"r{index}", prompt(index, 10), max_new_tokens=3)
-    seen = []
-    engine.run(lambda: seen.append(0) or len(seen) > 1)
-    engine.scheduler.abort_request(AbortReq(rid="r4"))
-    assert aborted(engine) == {"r4"}
-    engine.run_until_idle()

@@ -14,25 +14,27 @@ def req(created_s=0.0):
     return SimpleNamespace(time_stats=SimpleNamespace(created_time=created_s))
 
 
-def came_s(*, looked_s, done_s, seen_s, created_s=0.0):
+@pytest.mark.parametrize(
+    ("times", "expected_s"),
+    [
+        pytest.param((10.0, 10.1, 10.1), 10.05, id="in the middle of the iteration"),
+        pytest.param((10.0, 10.1, 10.2), 10.1, id="its results were processed late"),
+        pytest.param((10.0, 9.0, 10.1), 10.1, id="the scheduler was idle"),
+        pytest.param((10.0, 10.0, 10.1), 10.1, id="the scheduler has just become idle"),
+        pytest.param((10.0, 10.1, 10.1, 9.5), 9.5, id="as the server says"),
+        pytest.param((10.0, 9.0, 10.1, 10.03), 10.03, id="as the server says, idle"),
+        pytest.param((100.0, 99.0, 100.1, 100.11), 100.1, id="the server's clock is ahead"),
+        pytest.param((100.0, 99.0, 100.1, 900.0), 100.1, id="another machine's clock, ahead"),
+        pytest.param((100.0, 99.0, 100.1, 80.0), 100.1, id="another machine's clock, behind"),
+    ],
+)
+def test_when_a_request_came_that_is_seen_between_iterations(times, expected_s):
+    looked_s, done_s, seen_s, *created_s = times
     arrivals = Arrivals(SimpleNamespace(last_done_s=done_s))
+    if done_s == 10.0:
+        assert arrivals.came_s(req(), seen_s) == seen_s, "no plans are made"
     arrivals.looked(looked_s)
-    return arrivals.came_s(req(created_s), seen_s)
-
-
-def test_who_is_seen_after_an_iteration_came_in_the_middle_of_it():
-    assert came_s(looked_s=10.0, done_s=10.1, seen_s=10.1) == pytest.approx(10.05)
-
-
-@pytest.mark.parametrize("created_s", [9.5, 10.03, 10.1])
-def test_who_came_when_the_server_says_so_came_then(created_s):
-    assert came_s(looked_s=10.0, done_s=10.1, seen_s=10.1, created_s=created_s) == created_s
-    assert came_s(looked_s=10.0, done_s=9.0, seen_s=10.1, created_s=created_s) == created_s
-
-
-@pytest.mark.parametrize("created_s", [100.11, 900.0, 80.0])
-def test_another_machines_clock_says_nothing(created_s):
-    assert came_s(looked_s=100.0, done_s=99.0, seen_s=100.1, created_s=created_s) == 100.1
+    assert arrivals.came_s(req(*created_s), seen_s) == pytest.approx(expected_s)
 
 
 def test_when_it_came_to_the_server_goes_with_a_request_to_the_scheduler(make_engine):
@@ -62,19 +64,6 @@ def test_when_it_came_to_the_server_goes_with_a_request_to_the_scheduler(make_en
         "through": pytest.approx(17.5, abs=1e-3),
         "unknown": 0.0,
     }
-
-
-def test_however_long_its_results_take_to_be_processed():
-    assert came_s(looked_s=10.0, done_s=10.1, seen_s=10.2) == pytest.approx(10.1)
-
-
-@pytest.mark.parametrize("done_s", [9.0, 10.0])
-def test_who_comes_to_an_idle_scheduler_is_seen_at_once(done_s):
-    assert came_s(looked_s=10.0, done_s=done_s, seen_s=10.1) == 10.1
-
-
-def test_where_no_plans_are_made_nobody_came_before_it_was_seen():
-    assert Arrivals(SimpleNamespace(last_done_s=10.0)).came_s(req(), 10.1) == 10.1
 
 
 def test_only_who_waited_for_an_iteration_counts_as_come_before_it_was_seen(

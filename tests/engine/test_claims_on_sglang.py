@@ -4,9 +4,7 @@ of requests that came past HTTP."""
 from __future__ import annotations
 
 import itertools
-import json
 
-from cosched.config import ENV_VAR
 from cosched.core.request import Slo
 from cosched.engine.tracked import TrackedRequest
 from tests.engine.conftest import prompt
@@ -39,17 +37,9 @@ def test_default_floors(make_engine):
     assert granted(engine) == Slo()
 
 
-def test_configured_bounds(make_engine, monkeypatch):
+def test_configured_bounds(make_engine):
     claims = {"floor_ratio": 0, "floors": {"tpot_ms": 30}, "ceilings": {"ttft_ms": 2000}}
-    setenv = monkeypatch.setenv
-
-    def with_claims(name, value):
-        setenv(
-            name, json.dumps(json.loads(value) | {"claims": claims}) if name == ENV_VAR else value
-        )
-
-    monkeypatch.setattr(monkeypatch, "setenv", with_claims)
-    engine = make_engine()
+    engine = make_engine(config={"claims": claims})
     found = granted(engine, ttft_slo_ms=9000, tpot_slo_ms=1, deadline_s=0.5)
     assert found == Slo(ttft_s=2.0, tpot_s=0.03, deadline_s=0.5)
     assert granted(engine, ttft_slo_ms=0.001).ttft_s == 1e-6

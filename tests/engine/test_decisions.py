@@ -1,7 +1,6 @@
 """The decision log: what is written, and that writing it changes nothing."""
 
 import json
-from pathlib import Path
 
 import pytest
 from sglang.srt.managers.io_struct import AbortReq
@@ -9,7 +8,6 @@ from sglang.srt.managers.io_struct import AbortReq
 from cosched.config import Config, parse_config
 from cosched.core.plan import Plan, Preemption, SkipReason
 from cosched.engine.decision_log.read import read_log
-from cosched.engine.observe import Iteration
 from cosched.engine.parts import NUM_PARTS, parts_of
 from cosched.errors import ConfigError
 from cosched.lab.metrics.records import record_line
@@ -69,16 +67,6 @@ def test_a_plan_is_replaced_only_where_that_may_spare_a_running_request(recorded
         assert bool(replaced) == overlap
         assert any(d.preempted and d not in replaced for d in decisions)
         assert any(d.paused for d in decisions)
-
-
-def test_measured_times_are_those_of_the_iterations_in_their_order(recorded):
-    result, path = recorded
-    ran = [d for d in read(path) if d.outcome == "ran"]
-    rows = list(result.iterations)
-    assert 0 <= len(rows) - len(ran) <= 1, "all but the one still under way"
-    for one, row in zip(ran, rows, strict=False):
-        assert one.measured_s == pytest.approx(row.duration_s)
-        assert one.num_decodes == row.num_online_decodes + row.num_offline_decodes
 
 
 def test_every_finished_request_is_written_once(recorded):
@@ -185,22 +173,6 @@ class TestWhatIsWritten:
             recorder.end(iteration, batch_of(request, finishing=("a",)), start_s=0.0)
         assert [d.finished for d in read(recorder.path)] == [{"a": ("length", 6)}, {}]
 
-    def test_a_batch_without_a_plan_is_not_written(self, tmp_path):
-        recorder = Recorder(tmp_path / "log")
-        recorder.log.launched(Iteration(), None)
-        recorder.end(Iteration(), batch_of(), start_s=0.0)
-        assert read(recorder.path) == []
-
-    def test_the_log_goes_on_after_iterations_that_were_taken_back(self, tmp_path):
-        request = decoding(online("a"))
-        recorder = Recorder(tmp_path / "log")
-        recorder.plan(FakeView(running=(request,)))
-        recorder.launch(batch_of(request))
-        recorder.plan(FakeView(running=(request,)))
-        recorder.log.abandoned()
-        recorder.run(FakeView(running=(request,)), request)
-        assert [d.outcome for d in read(recorder.path)] == ["failed", "failed", "ran"]
-
 
 class TestParts:
     def fill(self, path, num=400):
@@ -248,12 +220,6 @@ class TestParts:
         assert len(list(tmp_path.iterdir())) < 70
         assert sum(part.stat().st_size for part in tmp_path.iterdir()) < 54_000
 
-    def test_a_device_is_written_as_it_is(self):
-        recorder = Recorder(Path("/dev/null"), max_bytes=100)
-        for _ in range(5):
-            recorder.run(FakeView())
-        assert Path("/dev/null").is_char_device() and not list(Path("/dev").glob("null-0*"))
-
     def test_a_folder_that_is_not_there_is_one_sentence(self, tmp_path):
         with pytest.raises(ConfigError, match=r"cannot write the log .*absent"):
             Recorder(tmp_path / "absent" / "log")
@@ -284,10 +250,6 @@ def test_simulations_that_cannot_be_recorded_are_refused(arguments, message, tmp
         simulate(["--online", "alpaca", "--online-rate", "1", "--duration", "1", *log, *arguments])
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
-
-
-def test_without_the_flag_there_is_no_log(make_engine):
-    assert make_engine(policy="sarathi").scheduler.cosched.decisions is None
 
 
 def test_a_waiting_request_that_is_aborted_is_written(make_engine, tmp_path):

@@ -10,7 +10,6 @@ from cosched.core.view import Progress
 from cosched.engine.running import taken_by_guests
 from cosched.policies import POLICIES
 from tests.engine.conftest import assert_drained, prompt, view_now
-from tests.small_runs import plans_asked_twice, spec_of
 
 NAMES = [name for name in POLICIES if name.startswith("ecoserve")]
 OFFLINE = -100
@@ -98,8 +97,3 @@ def test_guests_grow_in_what_their_hosts_were_promised(make_engine, page_size, o
     counters = engine.scheduler.cosched.counters
     assert counters.num_engine_refusals == counters.num_safe_plans == counters.num_preemptions == 0
     assert_drained(engine)
-
-
-def test_a_policy_asked_twice_about_one_view_lends_the_same(monkeypatch):
-    plans = plans_asked_twice(spec_of("ecoserve-oracle", overlap=True), monkeypatch)
-    assert len(plans) > 50 and sum(bool(plan.promise) for plan in plans) > 5

@@ -4,13 +4,11 @@ host memory and back, and nothing is lost on either side."""
 import random
 
 import pytest
-import torch
 from sglang.srt.mem_cache.l2_transfer import TransferCompletion
 
 from cosched.core.plan import PreemptMode, SkipReason
-from cosched.engine import port
 from cosched.memory.occupancy import HostOccupancy
-from tests.engine.conftest import assert_drained, outputs, prompt, view_now, watch_plans
+from tests.engine.conftest import assert_drained, outputs, prompt, watch_plans
 
 HOST = {"switches": ["--enable-hierarchical-cache"], "hicache_size": 0}
 
@@ -197,28 +195,6 @@ def test_a_long_load_ends_before_its_request_is_admitted(make_engine, monkeypatc
     assert_drained(engine)
 
 
-def test_the_view_counts_what_is_on_the_host(make_engine):
-    engine = with_host(make_engine)
-    scheduler = engine.scheduler
-    engine.submit("first", prompt(1, 300), max_new_tokens=2)
-    engine.run_until_idle()
-    overflow(engine, "other", 500, seed=2)
-    matches = []
-
-    def look():
-        view = view_now(scheduler)
-        matches.extend(view.match(request) for request in view.online)
-
-    watch_plans(engine, before=look)
-    engine.submit("second", prompt(1, 300) + prompt(3, 40), max_new_tokens=2)
-    engine.run_until_idle()
-    first = matches[0]
-    assert first.host > 0
-    assert first.cached == 300
-    assert scheduler.cosched.predictor.load_s_per_token > 0
-    assert_drained(engine)
-
-
 def ask_each(engine, num_requests, *, priority=0):
     """Requests that share nothing, one after the other."""
     for i in range(num_requests):
@@ -242,16 +218,6 @@ def test_what_is_not_worth_it_is_not_copied(make_engine, priority, kv):
     assert_drained(engine)
 
 
-def test_a_full_host_memory_keeps_the_most_valuable_copies(make_engine):
-    engine = with_host(make_engine, hicache_ratio=0.6)
-    ask_each(engine, 10)
-    kv = engine.scheduler.cosched.kv
-    pool = engine.scheduler.tree_cache.cache_controller.mem_pool_host
-    assert kv.core.transferred["to_host"] > pool.size  # some had to go again
-    assert not kv.core.is_off
-    assert_drained(engine)
-
-
 def test_a_flush_empties_both(make_engine):
     engine = with_host(make_engine)
     LateTransfers(engine, 2)
@@ -266,37 +232,6 @@ def test_a_flush_empties_both(make_engine):
     engine.run_until_idle()
     assert not kv.core.is_off
     assert_drained(engine)
-
-
-def test_copies_are_exact_in_every_layer(make_engine):
-    """Loaded KV equals what was copied, slot by slot."""
-    engine = with_host(make_engine, page_size=4)
-    scheduler = engine.scheduler
-    engine.submit("first", prompt(1, 300), max_new_tokens=2)
-    engine.run_until_idle()
-    pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
-
-    def kv_of(rid, length):
-        """Of a running request's first tokens, all layers."""
-        req = next(r for r in port.under_way(scheduler) if r.rid == rid)
-        slots = scheduler.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :length]
-        layers = zip(pool.k_buffer, pool.v_buffer, strict=True)
-        return [torch.stack((k[slots], v[slots])) for k, v in layers]
-
-    taken = {}
-
-    def take(iteration):
-        for req in port.under_way(scheduler):
-            if req.rid in ("second", "third") and req.rid not in taken:
-                taken[req.rid] = kv_of(req.rid, 280)
-
-    for current in ("second", "third"):
-        engine.submit(current, prompt(1, 300) + prompt(9, 8), max_new_tokens=4)
-        engine.run_until_idle(on_iteration=take)
-        overflow(engine, f"push {current}", 500, seed=7)
-    assert scheduler.cosched.kv.core.transferred["to_device"] > 200
-    for one, other in zip(taken["second"], taken["third"], strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
 def test_a_preempted_request_is_copied_and_resumes(make_engine):

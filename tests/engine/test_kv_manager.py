@@ -35,21 +35,6 @@ def test_growth_of_the_demand_is_reserved_up_to_a_share_of_the_rest(
     assert manager.online_reservation == kept
 
 
-def test_the_reservation_of_echo_counts_only_what_online_requests_hold(make_engine):
-    config = {"kv": {"reservation": "echo", "window_s": 3600}}
-    engine = make_engine(policy="hygen", config=config)
-    manager = engine.scheduler.cosched.kv
-    manager.reuse.expected_tokens = lambda: 10_000
-    manager._learn(0.0)
-    assert (manager.demand.now, manager.online_reservation) == (0, 0)
-    manager.demand.sample(300, 1.0)
-    manager.demand.sample(0, 2.0)
-    mean, deviation = 100, 141.4
-    assert manager.online_reservation == pytest.approx(mean + 2 * deviation, abs=1)
-    manager.demand.sample(5_000, 3.0)
-    assert manager.online_reservation < manager.demand.now + 2_000, "a burst counts by its share"
-
-
 def test_if_the_eviction_list_fails_sglangs_order_is_used(make_engine):
     controller = make_engine(policy="hygen", config={"strict": False}).scheduler.cosched
 

@@ -56,37 +56,21 @@ def make(*, is_known=True):
     return clock, device, moment
 
 
-def test_requests_are_looked_for_so_long_before_the_device_is_done():
-    clock, device, moment = make()
-    device.launch(predicted_s=0.05, takes_s=0.05)
-    moment.lead_s = 0.01
-    moment.wait()
-    assert clock.waits == [pytest.approx(0.04)]
-
-
-def test_a_tenth_of_a_long_iteration_is_left_for_a_wrong_prediction():
-    clock, device, moment = make()
-    device.launch(predicted_s=1.0, takes_s=1.0)
-    moment.lead_s = 0.01
-    moment.wait()
-    assert clock.waits == [pytest.approx(0.9)]
-
-
-@pytest.mark.parametrize("predicted_s", [0.0, 0.005, 0.0099])
-def test_nobody_waits_where_there_is_no_time_for_it(predicted_s):
-    clock, device, moment = make()
+@pytest.mark.parametrize(
+    ("predicted_s", "is_known", "waits"),
+    [
+        (0.05, True, [0.04]),
+        pytest.param(1.0, True, [0.9], id="a tenth is left for a wrong prediction"),
+        pytest.param(0.0099, True, [], id="there is no time to wait"),
+        pytest.param(5.0, False, [], id="not known how long iterations take"),
+    ],
+)
+def test_a_plan_waits_until_it_takes_the_rest_of_the_iteration(predicted_s, is_known, waits):
+    clock, device, moment = make(is_known=is_known)
     device.launch(predicted_s=predicted_s, takes_s=0.05)
     moment.lead_s = 0.01
     moment.wait()
-    assert not clock.waits
-
-
-def test_nobody_waits_before_it_is_known_how_long_iterations_take():
-    clock, device, moment = make(is_known=False)
-    device.launch(predicted_s=5.0, takes_s=0.05)
-    moment.wait()
-    moment.launching()
-    assert not clock.waits and moment.num_waits == 0
+    assert clock.waits == pytest.approx(waits)
 
 
 def test_nobody_waits_for_an_iteration_of_a_kind_that_was_not_seen():

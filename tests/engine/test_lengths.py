@@ -36,12 +36,6 @@ def test_what_ends_teaches_what_comes(make_engine):
     assert_drained(engine)
 
 
-def test_the_limit_is_all_that_is_known_of_the_first(make_engine):
-    engine = make_engine()
-    engine.submit("first", prompt(1, 30), max_new_tokens=12)
-    assert estimates_of(engine, "first") == {5: (7, 7)}
-
-
 def test_learning_can_be_switched_off(make_engine):
     engine = make_engine(config={"length": {"mode": "limit"}})
     for i in range(5):
@@ -62,41 +56,6 @@ def test_what_is_aborted_teaches_nothing(make_engine):
 
     engine.run_until_idle(on_iteration=abort)
     assert len(engine.scheduler.cosched.lengths.model.histogram) == 0
-    assert_drained(engine)
-
-
-def test_a_stopped_request_is_judged_by_all_that_it_has_produced(make_engine):
-    engine = make_engine(config={"length": {"mode": "limit"}}, max_running_requests=1)
-    engine.submit("job", prompt(1, 20), max_new_tokens=30, priority=OFFLINE)
-    seen = []
-
-    def look(iteration):
-        if iteration == 8:
-            engine.submit("chat", prompt(2, 20), max_new_tokens=3)
-        waiting = engine.scheduler.waiting_queue.get("job")
-        if waiting is not None and waiting.num_output_tokens:
-            seen.append((waiting.num_output_tokens, view_now(engine.scheduler).length(waiting)))
-
-    engine.run_until_idle(on_iteration=look)
-    assert seen
-    assert all(estimate[:2] == (30 - count, 30 - count) for count, estimate in seen)
-
-
-def test_who_waited_before_anything_was_known_is_believed_anew(make_engine):
-    engine = make_engine(max_running_requests=1)
-    for i in range(4):
-        engine.submit(f"r{i}", prompt(i, 30), max_new_tokens=9)
-    engine.submit("waits", prompt(9, 30), max_new_tokens=100)
-    seen = []
-
-    def look(iteration):
-        if engine.scheduler.waiting_queue.get("waits") is not None:
-            view = view_now(engine.scheduler)
-            seen.append(view.length(view.waiting("waits")).median)
-
-    engine.run_until_idle(on_iteration=look)
-    assert seen[0] == 100
-    assert seen[-1] == 9
     assert_drained(engine)
 
 

@@ -8,12 +8,20 @@ from cosched.engine.view_of import num_cached
 from tests.engine.conftest import OFFLINE, assert_drained, outputs, prompt
 
 
-@pytest.mark.parametrize("policy", ["sglang", "sarathi", "hygen"])
-def test_the_running_timeout_spares_offline_requests(make_engine, policy):
-    engine = make_engine(policy=policy)
+@pytest.mark.parametrize(
+    ("policy", "timeout", "flags"),
+    [
+        ("sglang", envs.SGLANG_REQ_RUNNING_TIMEOUT, {}),
+        ("hygen", envs.SGLANG_REQ_RUNNING_TIMEOUT, {}),
+        ("sarathi", envs.SGLANG_REQ_WAITING_TIMEOUT, {"max_running_requests": 1}),
+    ],
+)
+def test_timeouts_spare_offline_requests(make_engine, policy, timeout, flags):
+    engine = make_engine(policy=policy, **flags)
+    engine.submit("first", prompt(3, 50), max_new_tokens=30)
     engine.submit("on", prompt(1, 50), max_new_tokens=30)
     engine.submit("off", prompt(2, 50), max_new_tokens=30, priority=OFFLINE)
-    with envs.SGLANG_REQ_RUNNING_TIMEOUT.override(1e-9):
+    with timeout.override(1e-9):
 
         def act(iteration):
             for request in engine.scheduler._poll_timeout_aborts():

@@ -233,23 +233,3 @@ def test_it_needs_no_other_host_and_names_what_there_is():
     for name in re.findall(r"\br\.(\w+)", SCRIPT):
         assert name in ReplicaState.__struct_fields__, name
     assert "innerHTML" not in SCRIPT
-
-
-def test_text_can_be_read_in_light_and_dark():
-    """WCAG's contrast of 4.5 between text and what is behind it."""
-    light, dark = re.findall(r":root \{(.*?)\}", PAGE, re.DOTALL)
-    for scheme in (light, dark):
-        colours = dict(re.findall(r"--(\w+): (#[0-9a-f]{6})", scheme))
-        for text in ("text", "soft", "online", "offline", "bad"):
-            for ground in ("ground", "panel"):
-                assert contrast(colours[text], colours[ground]) >= 4.5, (text, ground)
-
-
-def contrast(one, other):
-    def luminance(colour):
-        parts = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
-        linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
-        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-    low, high = sorted((luminance(one), luminance(other)))
-    return (high + 0.05) / (low + 0.05)

@@ -65,14 +65,6 @@ def test_what_is_answered_does_not_depend_on_the_policy(make_engine, monkeypatch
         assert_drained(engine)
 
 
-def test_every_iteration_is_learnt_from(make_engine):
-    engine = make_engine(policy="hygen")
-    ask_all(engine, seed=1)
-    num_iterations = engine.scheduler.cosched_observer.num_iterations
-    # What ended after the last plan is learned at the next one.
-    assert num_iterations - 2 <= engine.scheduler.cosched.predictor.num_observed <= num_iterations
-
-
 @pytest.mark.parametrize(
     ("ordered", "unordered"), [("hygen", "hygen-fcfs"), ("echo-bs+e+s", "echo-bs+e")]
 )
@@ -90,24 +82,3 @@ def test_shared_heads_are_computed_once_in_prefix_order_only(make_engine, ordere
     # Six heads of 150 tokens and thirty ends of 10; the cache holds four heads.
     assert in_order < 1.6 * (6 * 150 + 30 * 10)
     assert as_they_came > 1.5 * in_order
-
-
-def test_the_pool_of_echo_has_length_buckets(make_engine):
-    def config(engine):
-        return engine.scheduler.cosched.waiting.offline.config
-
-    assert config(make_engine(policy="echo-bs+e+s")).num_buckets == 4
-    assert config(make_engine(policy="echo-bs+e+s+m")).num_buckets == 4
-    assert config(make_engine(policy="hygen")).num_buckets == 1
-
-
-def test_kv_goes_in_the_order_of_the_policy_unless_another_is_named(make_engine):
-    def order(*, policy, **config):
-        manager = make_engine(policy=policy, config=config).scheduler.cosched.kv
-        return None if manager is None else manager.config.eviction
-
-    assert order(policy="hygen") == order(policy="echo-bs+e+s") == "value"
-    assert order(policy="echo-bs+e+s+m") == "echo"
-    assert order(policy="echo-bs+e+s+m", kv={"eviction": "value"}) == "value"
-    assert order(policy="hygen", kv={"eviction": "echo"}) == "echo"
-    assert order(policy="echo-bs+e+s+m", kv={"eviction": "lru"}) is None, "SGLang's own"

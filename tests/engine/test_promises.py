@@ -8,10 +8,8 @@ import zlib
 
 import pytest
 
-from cosched.config import ENV_VAR
 from cosched.schedule.builder import PlanBuilder
 from tests.engine.conftest import assert_drained, prompt, without_model
-from tests.small_runs import plans_asked_twice, spec_of
 
 NAME = f"{__name__}:Promising"
 OFFLINE = -100
@@ -139,9 +137,3 @@ def test_what_is_promised_decides_how_many_run(make_engine):
         return max(seen)
 
     assert most_running(f"{__name__}:Nothing") == 12 > most_running("sarathi")
-
-
-def test_a_policy_asked_twice_about_one_view_promises_the_same(monkeypatch):
-    monkeypatch.setenv(ENV_VAR, "")  # a run sets it
-    plans = plans_asked_twice(spec_of(NAME, overlap=True), monkeypatch)
-    assert len(plans) > 100 and sum(bool(plan.promise) for plan in plans) > 20

@@ -93,17 +93,6 @@ class Engine:
         self.table.came(self.batch(requests))
 
 
-def test_who_comes_and_who_goes():
-    engine = Engine(Tree(a=100, b=200, c=300))
-    a, b, c = (Request(name, row=row) for row, name in enumerate("abc"))
-    assert engine.outlook([a, b]) == ([110, 210], [6, 6])
-    engine.decode([a, b])
-    assert engine.outlook([c, b]) == ([310, 211], [6, 5])
-    assert engine.outlook([]) == ([], [])
-    engine.decode([c])
-    assert engine.outlook([c]) == ([311], [5])
-
-
 def test_only_those_that_are_new_are_looked_at():
     engine = Engine()
     requests = [Request("a", row=row) for row in range(10)]
@@ -142,12 +131,6 @@ def test_what_a_plan_reads_of_them():
     assert running.promised == 3 + 1
 
 
-def test_only_those_that_begin_a_page_take_one():
-    engine = Engine(page_size=16)
-    requests = [Request("a", row=row, output=row) for row in range(20)]
-    assert engine.running(requests).next_step == 16  # 89 + 7
-
-
 def test_a_length_is_looked_at_when_it_is_due_and_is_no_more_than_the_limit():
     lengths = Lengths()
     engine, request = Engine(lengths=lengths), Request("a", most=30)
@@ -157,10 +140,6 @@ def test_a_length_is_looked_at_when_it_is_due_and_is_no_more_than_the_limit():
         left.append(engine.outlook([request])[1][0])
     assert left == [6, 1, -4, 4, 1, 0, -1], "not above 0: it is over with the next token"
     assert lengths.num_looks == 2
-
-
-def test_all_rows_of_a_request_count():
-    assert Engine().outlook([Request("a"), Request("a", row=2, rows=4)])[1] == [6, 24]
 
 
 def test_what_each_holds_alone_is_looked_at_again_when_the_tree_says_so():

@@ -133,18 +133,6 @@ def test_who_has_ended_is_forgotten():
     assert len(prefixes) < 100
 
 
-def test_a_group_that_saves_little_is_none():
-    reqs = [running([1] * 300), running([1] * 300)]
-    prefixes = RunningPrefixes(page_size=1)
-    assert prefixes.num_repeated(reqs) == 0 and prefixes.reads(reqs, [301, 302]) == [301, 302]
-    more = [*reqs, running([1] * 300)]
-    assert prefixes.num_repeated(more) == 600
-    reads = prefixes.reads(more, [301, 302, 303])
-    assert sum(reads) == 906 - 600 and sorted(reads)[:2] in ([1, 2], [1, 3], [2, 3])
-    # Those who ran, and run no more, change nothing.
-    assert prefixes.num_repeated(reqs) == 0
-
-
 def test_the_groups_of_a_launched_batch_are_found_once():
     """Its time prediction asks about the decodes of a mixed batch, then its attention about all."""
     tokens = [[1] * 300 + [index] for index in range(4)]

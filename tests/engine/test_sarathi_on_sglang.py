@@ -78,27 +78,6 @@ def test_online_is_admitted_when_kv_memory_is_what_is_missing(make_engine, overl
     assert_drained(engine)
 
 
-def test_stock_priority_leaves_the_online_request_waiting_for_memory(make_engine):
-    """The hole this closes: stock preempts for request slots only."""
-    engine = make_engine(
-        policy="priority",
-        switches=["--enable-priority-scheduling", "--default-priority-value", "0"],
-        max_total_tokens=1000,
-        chunked_prefill_size=512,
-    )
-    for i in range(3):
-        engine.submit(f"off{i}", prompt(i, 200), max_new_tokens=100, priority=-100)
-    log = []
-
-    def act(iteration):
-        if iteration == 6:
-            engine.submit("on", prompt(9, 500), max_new_tokens=20, priority=0)
-        log.append(waiting(engine))
-
-    engine.run_until_idle(on_iteration=act)
-    assert log[7] == ["on"] and log[30] == ["on"]
-
-
 @pytest.mark.parametrize(
     ("overlap", "mixed", "page_size"),
     [(False, True, 1), (True, False, 1), (False, False, 16), (True, True, 16)],  # every pair
@@ -201,23 +180,6 @@ def test_abort_frees_everything_in_every_state(make_engine, overlap, state):
     assert_drained(engine)
 
 
-def test_abort_of_everything_empties_the_pool(make_engine):
-    from sglang.srt.managers.io_struct import AbortReq
-
-    engine = make_engine()
-    for i in range(30):
-        engine.submit(f"q{i}", prompt(i, 80), max_new_tokens=50, priority=OFFLINE if i % 3 else 0)
-
-    def act(iteration):
-        if iteration == 10:
-            engine.send(AbortReq(rid="", abort_all=True))
-
-    engine.run_until_idle(on_iteration=act)
-    assert len(engine.replies) == 30
-    assert "abort" in {reply.finish_reason for reply in engine.replies.values()}
-    assert_drained(engine)
-
-
 def test_pool_counts_in_idleness_loads_flush_and_server_info(make_engine):
     from sglang.srt.managers.io_struct import GetInternalStateReq
 
@@ -269,25 +231,6 @@ def test_a_full_queue_turns_online_away_and_never_offline(make_engine, policy):
     assert [reasons[f"off{i}"] for i in range(6)] == ["length"] * 6
     assert [reasons[f"on{i}"] for i in range(5)].count("abort") == 3
     assert_drained(engine)
-
-
-def test_the_waiting_timeout_spares_offline_requests(make_engine, monkeypatch):
-    from sglang.srt.environ import envs
-
-    engine = make_engine(max_running_requests=1)
-    engine.submit("on", prompt(1, 50), max_new_tokens=30)
-    engine.submit("on_waits", prompt(2, 50), max_new_tokens=30)
-    engine.submit("off_waits", prompt(3, 50), max_new_tokens=5, priority=OFFLINE)
-    with envs.SGLANG_REQ_WAITING_TIMEOUT.override(1e-9):
-
-        def act(iteration):
-            for request in engine.scheduler._poll_timeout_aborts():
-                engine.send(request)
-
-        engine.run_until_idle(on_iteration=act)
-    reasons = {rid: reply.finish_reason for rid, reply in engine.replies.items()}
-    assert reasons["on_waits"] == "abort"
-    assert reasons["off_waits"] == "length"
 
 
 def test_when_decodes_run_out_of_memory_offline_gives_way(make_engine):

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-from sglang.srt.mem_cache import kv_cache_configurator, kv_cache_dtype
 from sglang.srt.model_executor.runner import decode_cuda_graph_runner
 from sglang.srt.model_executor.runner_utils import capture_mode
 
@@ -101,50 +100,6 @@ def test_tokens_of_preempted_requests(make_engine, policy):
     engine, found = run(make_engine, NAME, with_interruptions, **options)
     assert found == expected
     assert shared_of(engine).num_shared_batches > 5
-
-
-class NotCpu:
-    """SGLang's platform, which denies that it is a CPU."""
-
-    def __init__(self, platform):
-        self._platform = platform
-
-    def __getattr__(self, name):
-        return getattr(self._platform, name)
-
-    def is_cpu(self):
-        return False
-
-
-@pytest.mark.parametrize("dtype, work", [("fp8_e5m2", questions), ("fp8_e4m3", with_interruptions)])
-def test_tokens_with_float8_kv(make_engine, monkeypatch, dtype, work):
-    """SGLang refuses float8 KV on most CPUs, but its pools and its torch_native backend support
-    it."""
-    for module in (kv_cache_dtype, kv_cache_configurator):
-        monkeypatch.setattr(module, "current_platform", NotCpu(module.current_platform))
-    options = {"kv_cache_dtype": dtype, "max_running_requests": 4}
-    _, expected = run(make_engine, "torch_native", work, **options)
-    engine, found = run(make_engine, NAME, work, **options)
-    assert shared_of(engine)._pool.get_key_buffer(0).dtype.itemsize == 1
-    assert found == expected
-    assert shared_of(engine).num_shared_batches > 5
-
-
-def test_an_id_that_is_used_again_is_another_request(make_engine):
-    def work(engine):
-        for document in (1, 2):
-            engine.submit(f"d{document}", prompt(document, 40), max_new_tokens=2)
-        engine.run_until_idle()
-        for second in (1, 2):
-            for name in ("d1", "d2", "a", "b"):
-                engine.replies.pop(name, None)
-            engine.submit("a", prompt(1, 40) + prompt(90, 5), max_new_tokens=1)
-            engine.submit("b", prompt(second, 40) + prompt(91, 5), max_new_tokens=1)
-            engine.run_until_idle()
-
-    _, expected = run(make_engine, "torch_native", work)
-    _, found = run(make_engine, NAME, work)
-    assert found == expected
 
 
 def test_without_a_radix_tree_nothing_is_shared(make_engine):

@@ -2,8 +2,6 @@
 pages. None of them may end, hang or starve the scheduler."""
 
 import random
-from array import array
-from types import SimpleNamespace
 
 import pytest
 from sglang.srt.managers.io_struct import (
@@ -11,15 +9,12 @@ from sglang.srt.managers.io_struct import (
     OpenSessionReqInput,
     SessionParams,
 )
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from cosched.engine import port
-from cosched.engine.tracked import TrackedRequest
-from cosched.engine.view_of import num_cached
 from cosched.lab.local_engine import made_up
 from tests.adapters import FLAGS as LORA_FLAGS
 from tests.adapters import load_adapters, make_adapters, without_pinned_memory
-from tests.engine.conftest import OFFLINE, assert_drained, outputs, prompt, view_now
+from tests.engine.conftest import OFFLINE, assert_drained, outputs, prompt
 from tests.engine.test_partial_decode import hold_at_random
 
 PENALTIES = (
@@ -105,24 +100,6 @@ def test_penalties_count_each_token_once_with_pauses_and_overlap(make_engine):
         known - num <= 2 if int(rid[1:]) % 5 != 4 else num == 0
         for rid, (num, known) in counted.items()
     )
-
-
-def test_a_request_with_penalties_can_join_while_another_is_paused(make_engine):
-    engine = make_engine(policy="hygen", overlap=True, max_total_tokens=20000)
-    policy = hold_at_random(engine, seed=1)
-    for i in range(6):
-        engine.submit(f"off{i}", prompt(100 + i, 60), max_new_tokens=60, priority=OFFLINE)
-
-    def act(iteration):
-        if iteration > 8 and iteration % 4 == 0 and iteration < 60:
-            rid = f"on{iteration}"
-            submit_with_penalties(
-                engine, rid, iteration // 4, prompt(iteration, 40), count=10, priority=0
-            )
-
-    engine.run_until_idle(on_iteration=act, max_iterations=8000)
-    assert policy.num_held > 20
-    assert_drained(engine)
 
 
 @pytest.fixture
@@ -350,44 +327,3 @@ def test_a_prompt_that_leaves_no_page_is_refused(make_engine, policy):
     assert engine.replies["long"].finish_reason == "abort"
     assert len(engine.replies["behind"].output_ids) == 50
     assert_drained(engine)
-
-
-def test_lookups_do_not_change_the_order_of_eviction(make_engine):
-    """Prompts are evicted in the order in which they were computed."""
-
-    def left_after_eviction(num_looks):
-        engine = make_engine(max_total_tokens=1000, config={"kv": {"eviction": "lru"}})
-        scheduler = engine.scheduler
-        for i in range(6):
-            engine.submit(f"r{i}", prompt(i, 100), max_new_tokens=2)
-            engine.run_until_idle()
-        tree = scheduler.tree_cache
-        seen = set()
-
-        class Waiting(TrackedRequest):
-            def __init__(self, tokens):
-                self.req = SimpleNamespace(
-                    origin_input_ids=array("q", tokens),
-                    output_ids=array("q"),
-                    extra_key=None,
-                    cache_salt=None,
-                    positional_embed_overrides=None,
-                    session=None,
-                    _compute_max_prefix_len=lambda length: length - 1,
-                )
-
-        # The oldest prompt as a whole, and the next one up to its middle.
-        for tokens in (prompt(0, 100), [*prompt(1, 50), 7, 7, 7]):
-            request = Waiting(tokens)
-            view = view_now(scheduler)
-            for _ in range(num_looks):
-                match = view._look_up(request)  # `match` looks once per plan
-                seen.add((match.cached, match.evictable))
-            assert not num_looks or num_cached(tree, request) == match.cached
-        assert not num_looks or seen == {(99, 99), (50, 50)}
-        tree.evict(EvictParams(num_tokens=250))
-        return [num_cached(tree, Waiting(prompt(i, 100))) for i in range(6)]
-
-    untouched = left_after_eviction(0)
-    assert untouched[:2] == [0, 0] and untouched[4:] == [99, 99]
-    assert left_after_eviction(2_000) == untouched

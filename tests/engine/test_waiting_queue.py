@@ -4,8 +4,6 @@ import random
 import threading
 from types import SimpleNamespace
 
-import pytest
-
 from cosched.core.request import RequestClass
 from cosched.engine.waiting import WaitingQueue, WaitingSummary, online_requests
 from cosched.pool.pool import ArrivalQueue
@@ -83,15 +81,6 @@ def test_any_sequence_of_operations_gives_what_a_list_gives():
         if model:
             index = rng.randrange(-len(model), len(model))
             assert queue[index] is model[index]
-
-
-def test_positions_outside_are_index_errors():
-    queue = make_queue()
-    queue.append(make_req("a", 0))
-    with pytest.raises(IndexError):
-        queue[1]
-    with pytest.raises(IndexError):
-        queue.pop(5)
 
 
 def test_class_and_arrival_are_fixed_when_a_request_first_comes():
