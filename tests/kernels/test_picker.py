@@ -111,12 +111,6 @@ def test_what_was_measured_becomes_the_model(tmp_path):
     assert read_model(path, device_name="a card") == found
 
 
-def test_kernels_that_are_slow_are_picked_less():
-    slow = [measured(DeviceModel(), batch=16, prefix=p, ours=2.0) for p in (1000, 4000, 10_000)]
-    fast = [measured(DeviceModel(), batch=16, prefix=p) for p in (1000, 4000, 10_000)]
-    assert fitted(slow, DeviceModel()).launch_s > fitted(fast, DeviceModel()).launch_s
-
-
 @pytest.mark.parametrize(
     "change, message",
     [

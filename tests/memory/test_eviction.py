@@ -89,17 +89,6 @@ def test_a_context_that_may_come_back_stays_longer_than_one_that_waited_too_long
     assert kv.order() == [dead, old, fresh]
 
 
-def test_values_fall_with_age_without_anything_else_happening():
-    kv = Kv()
-    node = kv.tree.nodes[kv.add(context(0), is_online=True)]
-    kv.tree.left(node.node_id, visit())
-    before = node.rank[0]
-    kv.leaves.advance(100.0)
-    assert 0 < node.rank[0] < before
-    kv.leaves.advance(1e6)
-    assert node.rank[0] == 0
-
-
 def test_a_deep_context_whose_loss_makes_a_user_wait_is_worth_more_than_throughput():
     kv = Kv()
     online = kv.add(context(0, 4000), chunk=4000, is_online=True)
@@ -134,7 +123,7 @@ def expect(kv, key, tokens):
     kv.tree.expect(key, None, pack(tokens))
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_what_a_waiting_online_request_will_use_is_worth_more_than_all_else(seed):
     kv = Kv()
     draw = random.Random(seed)
@@ -181,15 +170,6 @@ def test_what_waits_is_followed_through_splits_and_evictions():
     check_kv_tree(kv.tree)
 
 
-def test_published_orders_do_not_know_who_waits_online():
-    kv = Kv("echo")
-    offline, preempted = kv.add(context(0)), kv.add(context(1), is_online=True)
-    wait_for(kv, context(0))
-    before = kv.order()
-    expect(kv, "preempted", context(1))
-    assert kv.order() == before and before[-1] != preempted and offline in before
-
-
 def test_echo_ranks_references_above_finished_online_above_the_rest():
     kv = Kv("echo")
     rest = kv.add(context(0), chunk=100)
@@ -198,6 +178,8 @@ def test_echo_ranks_references_above_finished_online_above_the_rest():
     wait_for(kv, context(2), 2)
     wait_for(kv, context(3), 1)
     assert kv.order() == [rest, online, one, two]
+    expect(kv, "preempted", context(1))
+    assert kv.order() == [rest, online, one, two], "it does not know who waits online"
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -240,7 +222,7 @@ def test_a_leaf_has_one_timer_however_often_it_changes():
     kv = Kv()
     node_id = kv.add(context(0), is_online=True)
     kv.tree.left(node_id, visit())
-    for step in range(1000):
+    for step in range(100):
         wait_for(kv, context(0))
         kv.leaves.advance(step * 10.0)
     assert len(kv.leaves._timers) <= 2

@@ -187,26 +187,23 @@ def assert_stopped(done):
 
 
 class TestVersion:
-    @pytest.fixture
-    def other(self, monkeypatch):
-        monkeypatch.setattr("sglang.version.__version__", "0.5.24")
-        monkeypatch.delenv(ALLOW_VARIABLE, raising=False)
-
     def test_ours_passes(self):
         check_version()
 
-    def test_another_is_refused_though_its_signatures_fit(self, other):
-        assert "This is sglang 0.5.24" in refusal(check_version)
+    @pytest.mark.parametrize("allowed", [None, "0.5.23", "1", "", "all"])
+    def test_another_is_refused_unless_exactly_it_is_allowed(self, monkeypatch, allowed):
+        monkeypatch.setattr("sglang.version.__version__", "0.5.24")
+        monkeypatch.delenv(ALLOW_VARIABLE, raising=False)
+        if allowed is not None:
+            monkeypatch.setenv(ALLOW_VARIABLE, allowed)
+        message = refusal(check_version)
+        assert "This is sglang 0.5.24" in message and f"set {ALLOW_VARIABLE}=0.5.24" in message
 
-    @pytest.mark.parametrize("allowed", ["0.5.23", "1", "", "all"])
-    def test_only_the_exact_version_can_be_allowed(self, other, monkeypatch, allowed):
-        monkeypatch.setenv(ALLOW_VARIABLE, allowed)
-        assert f"set {ALLOW_VARIABLE}=0.5.24" in refusal(check_version)
-
-    def test_it_is_allowed_with_a_warning(self, other, monkeypatch):
+    def test_it_is_allowed_with_a_warning(self, monkeypatch):
         said = []
         logger = logging.getLogger("cosched")
         monkeypatch.setattr(logger, "warning", lambda text, *args: said.append(text % args))
+        monkeypatch.setattr("sglang.version.__version__", "0.5.24")
         monkeypatch.setenv(ALLOW_VARIABLE, "0.5.24")
         check_version()
         assert "UNTESTED" in said[0] and "0.5.24" in said[0]
@@ -223,13 +220,6 @@ class TestInternals:
 
     def test_a_class_that_is_gone_is_named(self):
         assert "nowhere.Thing is gone" in refusal(check_internals, {"nowhere.Thing": ("a",)})
-
-    def test_what_is_assigned_in_any_way_is_found(self, toy):
-        import tests.patches.test_seam as here
-
-        target = f"{here.__name__}.Assigned"
-        check_internals({target: ("plain", "typed", "left", "right", "declared", "method", "base")})
-        refusal(check_internals, {target: ("other",)})
 
     @pytest.mark.parametrize(
         ("owner", "names"),
@@ -258,27 +248,6 @@ class TestInternals:
             "cosched_taken_back",
         }
         assert used - own <= listed, f"add to INTERNALS: {sorted(used - own - listed)}"
-
-
-class _Base:
-    def __init__(self):
-        self.base = 1
-
-
-class Assigned(_Base):
-    declared: int
-
-    def __init__(self):
-        self.plain = 1
-        self.typed: int = 2
-        (
-            self.left,
-            self.right,
-        ) = 1, 2
-        self.plain.other = 3
-
-    def method(self):
-        assert self.unread
 
 
 class TestProcess:

@@ -81,3 +81,9 @@ def test_pairs_are_counted_query_by_query(new, cached):
 def test_decodes_only_leaves_the_prefills_out(batch):
     alone = BatchTotals.of(batch).decodes_only()
     assert alone == BatchTotals.of(BatchShape(decodes=batch.decodes))
+
+
+def test_what_is_read_once_for_several_decodes_counts_once():
+    totals = BatchTotals.of(BatchShape(decodes=[1010, 1020, 30], num_repeated=1000))
+    assert totals.decode_context == 1060 and totals.num_decodes == 3
+    assert totals.max_decode_context == 1020

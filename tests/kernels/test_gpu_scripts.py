@@ -1,0 +1,76 @@
+"""The measurements on a card, as far as they go without one."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+from cosched.lab.cost_models.base import PrefixReads
+from tests.scripts import script
+
+
+def test_gpu_kernels_checks_in_the_interpreter_and_counts_bytes(monkeypatch, tmp_path, capsys):
+    log = tmp_path / "log.jsonl"
+    monkeypatch.setattr(sys, "argv", ["gpu_kernels", "--on", "cpu", "--out", str(log)])
+    script("gpu_kernels").main()
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    assert result["rows"] == rows
+    assert [row["step"] for row in rows] == ["check", "check", "time"]
+    assert rows[-1]["kv_bytes"] == (40 + 3 * 5) * 2 * 64 * 2
+
+
+def test_the_crossover_is_where_ours_stays_faster():
+    def row(prefix, ours):
+        return {
+            "batch": 8,
+            "documents": 1,
+            "prefix": prefix,
+            "ours_us": ours,
+            "stock_shared_us": 10,
+        }
+
+    found = script("gpu_kernels").crossover(
+        [row(500, 9), row(1000, 11), row(2000, 9), row(4000, 2)]
+    )
+    assert found["prefix"] == {"8 over 1": 2000}
+    assert script("gpu_kernels").crossover([row(500, 9), row(1000, 11)])["prefix"] == {
+        "8 over 1": None
+    }
+
+
+@pytest.mark.parametrize("name", ["gpu_kernels", "gpu_profile", "gpu_end_to_end"])
+def test_without_a_card_it_says_what_goes(monkeypatch, tmp_path, name):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", [name, "--out", str(tmp_path / "out")])
+    with pytest.raises(SystemExit, match=f"{name}: torch sees no CUDA GPU; --(on|device) cpu"):
+        script(name).main()
+    assert not (tmp_path / "out").exists()
+
+
+def test_gpu_profile_times_tiny_shapes_and_writes_its_files(monkeypatch, tmp_path, capsys):
+    """Without SGLang's kernels: those need an interpreter that is chosen at import."""
+    command = ["gpu_profile", "--device", "cpu", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", command)
+    script("gpu_profile").main()
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    rows = [json.loads(line) for line in (tmp_path / "profile.jsonl").read_text().splitlines()]
+    assert result["rows"] == rows == json.loads((tmp_path / "profile.json").read_text())["rows"]
+    decode, mixed = rows
+    assert decode["bound_bytes"] == (24 + 2 * 5) * 2 * 64 * 4
+    assert min(decode[name] for name in ("ours_us", "attend_us", "reduce_us")) > 0
+    assert mixed["ours_us"] > 0 and "stock_us" not in mixed
+    table = (tmp_path / "profile.md").read_text()
+    assert table.count("\n| 2 | 1 | 24 |") == table.count("\n| 5 | 2 | 20 | yes |") == 1
+
+
+def test_the_cost_models_attention_is_that_of_a_layer():
+    module = script("gpu_profile")
+    shape = module.Shape(batch=32, documents=1, prefix=10_000)
+    each, cached, once = (module.modelled_s(shape, "H200", reads) for reads in PrefixReads)
+    # 32 contexts of 10,200 tokens of 4 KB, at some of 4.8 TB/s; all but one share 10,000 of them.
+    assert 32 * 10_200 * 4096 / 4.8e12 < each < 2 * 32 * 10_200 * 4096 / 4.8e12
+    distinct = (10_000 + 32 * 200) / (32 * 10_200)
+    assert once == pytest.approx(1.1 * distinct * each, rel=0.01)
+    assert cached == pytest.approx((1 + distinct) / 2 * each, rel=0.01)
