@@ -96,10 +96,18 @@ def with_virtual_time(engine, *, s_per_iteration=0.005, s_per_token=1e-4):
 
 
 def random_traffic(
-    engine, seed, *, most_tokens, heads=(0, 64, 200), longest_tail=250, also=lambda: None
+    engine,
+    seed,
+    *,
+    most_tokens,
+    heads=(0, 64, 200),
+    longest_tail=250,
+    wishes=lambda rng, num_tokens: None,
+    also=lambda: None,
 ):
     """Arrivals and aborts at random moments, with SGLang's strict memory check and `also` in each
-    iteration. All are answered, with up to `most_tokens`, and nothing is leaked. The prompts."""
+    iteration. All are answered, with up to `most_tokens`, and nothing is leaked. wishes: what a
+    request of so many tokens asks of cosched. The prompts."""
     rng = random.Random(seed)
     scheduler = engine.scheduler
     sent, prompts, aborted = {}, {}, set()
@@ -115,12 +123,20 @@ def random_traffic(
             shared = prompt(rng.randint(0, 3), rng.choice(heads))
             prompts[rid] = shared + prompt(100 + len(sent), rng.randint(1, longest_tail))
             priority = rng.choice([None, 0, -1, -1, -100])
-            engine.submit(rid, prompts[rid], max_new_tokens=sent[rid], priority=priority)
+            wish = wishes(rng, sent[rid])
+            params = {"cosched": wish} if wish else None
+            engine.submit(
+                rid,
+                prompts[rid],
+                max_new_tokens=sent[rid],
+                priority=priority,
+                custom_params=params,
+            )
         if sent and rng.random() < 0.06:
             aborted.add(rid := rng.choice(list(sent)))
             engine.abort(rid)
 
-    engine.run_until_idle(on_iteration=act, max_iterations=6000)
+    engine.run_until_idle(on_iteration=act, max_iterations=20_000)
     assert len(sent) > 20
     assert set(engine.replies) == set(sent)
     for rid, reply in engine.replies.items():
@@ -128,7 +144,8 @@ def random_traffic(
             assert len(reply.output_ids) == sent[rid]
         else:
             assert reply.finish_reason == "abort" and any(rid.startswith(a) for a in aborted)
-    assert scheduler.cosched.counters.num_engine_refusals == 0
+    counters = scheduler.cosched.counters
+    assert counters.num_engine_refusals == counters.num_safe_plans == 0
     assert_drained(engine)
     return prompts
 

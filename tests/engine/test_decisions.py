@@ -69,13 +69,6 @@ def test_a_plan_is_replaced_only_where_that_may_spare_a_running_request(recorded
         assert any(d.paused for d in decisions)
 
 
-def test_every_finished_request_is_written_once(recorded):
-    result, path = recorded
-    rids = [rid for d in read(path) for rid in d.finished]
-    assert len(rids) > 10
-    assert sorted(rids) == sorted(r.rid for r in result.records if r.finish_s is not None)
-
-
 def test_every_request_is_described_where_the_log_first_names_it(recorded):
     _, path = recorded
     described = set()

@@ -74,16 +74,16 @@ def undisturbed():
 
 
 @pytest.mark.parametrize(
-    ("mode", "num_tokens", "switches"),
+    ("mode", "num_tokens", "switches", "loop"),
     [
-        pytest.param(PreemptMode.KEEP_KV, ROOM, (), id="kept in the tree"),
-        pytest.param(PreemptMode.KEEP_KV, TIGHT, (), id="tail evicted"),
-        pytest.param(PreemptMode.CHECKPOINT, TIGHT, HOST, id="host checkpoint"),
-        pytest.param(PreemptMode.RECOMPUTE, TIGHT, (), id="recomputed"),
+        pytest.param(PreemptMode.KEEP_KV, ROOM, (), {"overlap": False}, id="kept in the tree"),
+        pytest.param(PreemptMode.KEEP_KV, TIGHT, (), {"page_size": 16}, id="tail evicted"),
+        pytest.param(PreemptMode.CHECKPOINT, TIGHT, HOST, {}, id="host checkpoint"),
+        pytest.param(PreemptMode.RECOMPUTE, TIGHT, (), {"mixed": False}, id="recomputed"),
     ],
 )
 def test_preemptions_change_no_token(
-    make_engine, monkeypatch, undisturbed, mode, num_tokens, switches
+    make_engine, monkeypatch, undisturbed, mode, num_tokens, switches, loop
 ):
     if not undisturbed:
         undisturbed |= answers(make_engine(policy="sglang", max_total_tokens=ROOM))
@@ -92,11 +92,10 @@ def test_preemptions_change_no_token(
     flags = {"hicache_size": 0, "hicache_ratio": 3, "hicache_write_policy": "write_back"}
     engine = make_engine(
         policy="hygen",
-        overlap=True,
         config={"kv": {"reserve": False}},
         max_total_tokens=num_tokens,
         switches=switches,
-        **(flags if switches else {}),
+        **{"overlap": True} | loop | (flags if switches else {}),
     )
     controller = engine.scheduler.cosched
     core = controller.kv.core

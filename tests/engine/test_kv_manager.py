@@ -35,6 +35,14 @@ def test_growth_of_the_demand_is_reserved_up_to_a_share_of_the_rest(
     assert manager.online_reservation == kept
 
 
+def test_the_reservation_of_echo_is_mean_and_deviations_of_what_online_requests_hold(make_engine):
+    config = {"kv": {"reservation": "echo", "window_s": 3600}}
+    manager = make_engine(policy="hygen", config=config).scheduler.cosched.kv
+    for second, num_tokens in enumerate((0, 300, 0)):
+        manager.demand.sample(num_tokens, float(second))
+    assert manager.online_reservation == pytest.approx(100 + 2 * 141.4, abs=1)
+
+
 def test_if_the_eviction_list_fails_sglangs_order_is_used(make_engine):
     controller = make_engine(policy="hygen", config={"strict": False}).scheduler.cosched
 

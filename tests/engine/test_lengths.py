@@ -36,16 +36,6 @@ def test_what_ends_teaches_what_comes(make_engine):
     assert_drained(engine)
 
 
-def test_learning_can_be_switched_off(make_engine):
-    engine = make_engine(config={"length": {"mode": "limit"}})
-    for i in range(5):
-        engine.submit(f"r{i}", prompt(i, 30), max_new_tokens=9)
-    engine.run_until_idle()
-    engine.submit("new", prompt(50, 30), max_new_tokens=100)
-    assert estimates_of(engine, "new")[5] == (95, 95)
-    assert len(engine.scheduler.cosched.lengths.model.histogram) == 0
-
-
 def test_what_is_aborted_teaches_nothing(make_engine):
     engine = make_engine()
     engine.submit("gone", prompt(1, 30), max_new_tokens=100)

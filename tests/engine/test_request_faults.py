@@ -71,97 +71,83 @@ def test_requests_that_fail_only_together_do_not_run_in_circles():
     assert {"a", "b"} & set(aborted)
 
 
-def _poison_queued(engine, change):
+def failing(function, is_poisoned, message):
+    """`function`, which fails where `is_poisoned` says so of its arguments."""
+
+    def call(*args, **options):
+        if is_poisoned(*args):
+            raise Broken(message)
+        return function(*args, **options)
+
+    return call
+
+
+def has_poison(batch, *args):
+    return any(req.rid == "poison" for req in batch.reqs)
+
+
+def in_the_queue(**values):
     """Change the request when it is queued: bounds refuse it before that."""
-    queue = engine.scheduler._add_request_to_queue
 
-    def add(req, is_retracted=False):
-        if req.rid == "poison":
-            change(req)
-        queue(req, is_retracted)
+    def poison(engine, monkeypatch):
+        queue = engine.scheduler._add_request_to_queue
 
-    engine.scheduler._add_request_to_queue = add
+        def add(req, is_retracted=False):
+            if req.rid == "poison":
+                for name, value in values.items():
+                    holder = req if hasattr(req, name) else req.sampling_params
+                    setattr(holder, name, value)
+            queue(req, is_retracted)
 
+        engine.scheduler._add_request_to_queue = add
 
-def poison_sampling(engine, monkeypatch):
-    _poison_queued(engine, lambda req: setattr(req.sampling_params, "top_k", 2**40))
-
-
-def poison_logprobs(engine, monkeypatch):
-    def change(req):
-        req.return_logprob, req.top_logprobs_num = True, 10**5
-
-    _poison_queued(engine, change)
+    return poison
 
 
-def poison_logprob_start(engine, monkeypatch):
-    def change(req):
-        req.return_logprob, req.logprob_start_len = True, -3
-
-    _poison_queued(engine, change)
-
-
-def poison_message(engine, monkeypatch):
-    create = engine.scheduler._create_generation_req
-
-    def fail(received, *args, **options):
-        if received.rid == "poison":
-            raise Broken("while it is built")
-        return create(received, *args, **options)
-
-    engine.scheduler._create_generation_req = fail
+def in_the_message(engine, monkeypatch):
+    scheduler = engine.scheduler
+    create = scheduler._create_generation_req
+    scheduler._create_generation_req = failing(
+        create, lambda received, *_: received.rid == "poison", "while it is built"
+    )
 
 
-def poison_forward(engine, monkeypatch):
+def in_the_forward(engine, monkeypatch):
     worker = engine.scheduler.model_worker
-    forward = worker.forward_batch_generation
-
-    def fail(batch, *args, **options):
-        if any(req.rid == "poison" for req in batch.reqs):
-            raise Broken("in the forward pass")
-        return forward(batch, *args, **options)
-
-    monkeypatch.setattr(worker, "forward_batch_generation", fail)
+    forward = failing(worker.forward_batch_generation, has_poison, "in the forward pass")
+    monkeypatch.setattr(worker, "forward_batch_generation", forward)
 
 
-def _poison_method(engine, monkeypatch, name, after):
-    from sglang.srt.managers.schedule_batch import Req
+def in_a_method(name, *, after=0):
+    """From its call after these on."""
 
-    original = getattr(Req, name)
-    calls = []
+    def poison(engine, monkeypatch):
+        from sglang.srt.managers.schedule_batch import Req
 
-    def fail(req, *args, **options):
-        if req.rid == "poison":
-            calls.append(req)
-            if len(calls) > after:
-                raise Broken(f"in {name}")
-        return original(req, *args, **options)
+        calls = []
 
-    monkeypatch.setattr(Req, name, fail)
+        def is_due(req, *_):
+            if req.rid == "poison":
+                calls.append(req)
+            return req.rid == "poison" and len(calls) > after
 
+        monkeypatch.setattr(Req, name, failing(getattr(Req, name), is_due, f"in {name}"))
 
-def poison_end_at_first_token(engine, monkeypatch):
-    _poison_method(engine, monkeypatch, "update_finish_state", 0)
+    return poison
 
 
-def poison_end_at_fifth_token(engine, monkeypatch):
-    _poison_method(engine, monkeypatch, "update_finish_state", 4)
-
-
-def poison_admission(engine, monkeypatch):
-    _poison_method(engine, monkeypatch, "init_next_round_input", 0)
-
-
-POISONS = [
-    poison_sampling,
-    poison_logprobs,
-    poison_logprob_start,
-    poison_message,
-    poison_forward,
-    poison_end_at_first_token,
-    poison_end_at_fifth_token,
-    poison_admission,
-]
+SAMPLING = in_the_queue(top_k=2**40)
+FIFTH_TOKEN = in_a_method("update_finish_state", after=4)
+POISONS = {
+    "sampling": SAMPLING,
+    "logprobs": in_the_queue(return_logprob=True, top_logprobs_num=10**5),
+    "start of logprobs": in_the_queue(return_logprob=True, logprob_start_len=-3),
+    "message": in_the_message,
+    "forward": in_the_forward,
+    "end at the first token": in_a_method("update_finish_state"),
+    "end at the fifth token": FIFTH_TOKEN,
+    "admission": in_a_method("init_next_round_input"),
+}
 
 
 def submit_all(engine, poison=None, monkeypatch=None):
@@ -196,7 +182,7 @@ def run_poisoned(engine, poison, monkeypatch, **options):
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["plain loop", "overlap loop"])
-@pytest.mark.parametrize("poison", POISONS, ids=lambda poison: poison.__name__)
+@pytest.mark.parametrize("poison", POISONS.values(), ids=POISONS)
 def test_only_the_request_that_fails_is_aborted(
     make_engine, monkeypatch, expected, poison, overlap
 ):
@@ -211,7 +197,7 @@ def test_only_the_request_that_fails_is_aborted(
 
 
 @pytest.mark.parametrize("policy", ["sglang", "priority", "sarathi", "cosched", "bros", "ecoserve"])
-@pytest.mark.parametrize("poison", [poison_sampling, poison_end_at_fifth_token])
+@pytest.mark.parametrize("poison", [SAMPLING, FIFTH_TOKEN], ids=["sampling", "fifth token"])
 def test_every_policy_survives_it(make_engine, monkeypatch, expected, poison, policy):
     engine = make_engine(policy=policy, overlap=True)
     replies = run_poisoned(engine, poison, monkeypatch)
@@ -221,17 +207,13 @@ def test_every_policy_survives_it(make_engine, monkeypatch, expected, poison, po
 
 def test_a_failure_that_no_request_causes_aborts_none(make_engine, monkeypatch, expected):
     engine = make_engine(policy="hygen", overlap=True)
-    worker = engine.scheduler.model_worker
-    forward = worker.forward_batch_generation
-    calls = []
-
-    def fail_now_and_then(batch, *args, **options):
-        calls.append(batch)
-        if len(calls) in (5, 30):
-            raise Broken("for no reason")
-        return forward(batch, *args, **options)
-
-    monkeypatch.setattr(worker, "forward_batch_generation", fail_now_and_then)
+    worker, calls = engine.scheduler.model_worker, []
+    forward = failing(
+        worker.forward_batch_generation,
+        lambda batch, *_: calls.append(batch) or len(calls) in (5, 30),
+        "for no reason",
+    )
+    monkeypatch.setattr(worker, "forward_batch_generation", forward)
     replies = run_poisoned(engine, lambda *_: None, monkeypatch)
     replies.pop("poison")
     assert {rid: reply.output_ids for rid, reply in replies.items()} == expected
@@ -240,7 +222,7 @@ def test_a_failure_that_no_request_causes_aborts_none(make_engine, monkeypatch, 
 def test_the_decision_log_goes_on_after_a_failure(make_engine, monkeypatch, tmp_path):
     path = tmp_path / "log"
     engine = make_engine(policy="hygen", overlap=True, config={"decision_log": str(path)})
-    run_poisoned(engine, poison_forward, monkeypatch)
+    run_poisoned(engine, in_the_forward, monkeypatch)
     decisions = [entry.decision for entry in read_log(path, report=pytest.fail)]
     assert [d.iteration for d in decisions] == list(range(len(decisions)))
     outcomes = [d.outcome for d in decisions]
@@ -272,15 +254,14 @@ def test_a_server_whose_memory_leaks_in_a_failure_drains(make_engine, monkeypatc
     monkeypatch.setattr(faults.os, "kill", lambda pid, number: sent.append(number))
 
     def leak(engine, monkeypatch):
-        def fail(batch, *args, **options):
-            if any(req.rid == "poison" for req in batch.reqs):
+        def leaks(batch, *args):
+            if has_poison(batch):
                 engine.scheduler.token_to_kv_pool_allocator.alloc(7)
-                raise Broken("with a leak")
-            return forward(batch, *args, **options)
+            return has_poison(batch)
 
         worker = engine.scheduler.model_worker
-        forward = worker.forward_batch_generation
-        monkeypatch.setattr(worker, "forward_batch_generation", fail)
+        forward = failing(worker.forward_batch_generation, leaks, "with a leak")
+        monkeypatch.setattr(worker, "forward_batch_generation", forward)
 
     submit_all(engine, leak, monkeypatch)
     engine.run_until_idle(max_iterations=2000)

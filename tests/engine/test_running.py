@@ -142,26 +142,6 @@ def test_a_length_is_looked_at_when_it_is_due_and_is_no_more_than_the_limit():
     assert lengths.num_looks == 2
 
 
-def test_what_each_holds_alone_is_looked_at_again_when_the_tree_says_so():
-    tree, request = Tree(a=100), Request("a")
-    engine = Engine(tree)
-    engine.outlook([request])
-    tree.gains["a"] = 40
-    assert engine.outlook([request])[0] == [110], "nothing has changed for it to be asked"
-    tree.num_shifts += 1
-    assert engine.outlook([request])[0] == [50]
-
-
-def test_a_prompt_that_comes_into_the_tree_while_it_runs_is_looked_at_again():
-    """As under overlap: it runs before the result of its prefill is known."""
-    tree, request = Tree(a=100), Request("a", own=60)
-    engine = Engine(tree)
-    engine.outlook([request])
-    tree.gains["a"], request.num_own_tokens = 150, 10
-    engine.decode([request])
-    assert engine.outlook([request])[0] == [161]
-
-
 @pytest.mark.parametrize("knows", [True, False])
 def test_another_one_in_a_row_is_looked_at(knows):
     """Whether or not anybody said that the one before it has left."""
@@ -173,18 +153,6 @@ def test_another_one_in_a_row_is_looked_at(knows):
     engine.generations[1] += 1
     assert engine.outlook([after])[0] == [17]
     assert (before.row, after.row) == (None, 1)
-
-
-def test_those_that_are_over_do_not_count():
-    engine = Engine()
-    requests = [Request("a", row=row, output=row) for row in range(3)]
-    engine.running(requests)
-    requests[1].finished_reason = "length"
-    engine.table.forget(requests[1])
-    running = engine.running(requests)
-    assert [*running.everyone] == [requests[0], requests[2]]
-    assert running.by_class[RequestClass.ONLINE].contexts == [90, 92]
-    assert not running.are_plain
 
 
 def test_nothing_is_kept_of_those_that_are_over():

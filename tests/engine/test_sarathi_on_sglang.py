@@ -78,39 +78,6 @@ def test_online_is_admitted_when_kv_memory_is_what_is_missing(make_engine, overl
     assert_drained(engine)
 
 
-@pytest.mark.parametrize(
-    ("overlap", "mixed", "page_size"),
-    [(False, True, 1), (True, False, 1), (False, False, 16), (True, True, 16)],  # every pair
-)
-def test_preemption_changes_no_token(make_engine, overlap, mixed, page_size):
-    settings = {"overlap": overlap, "mixed": mixed, "page_size": page_size}
-    jobs = {f"off{i}": prompt(i, 150 + 10 * i) for i in range(8)}
-
-    alone = make_engine(**settings)
-    for rid, ids in jobs.items():
-        alone.submit(rid, ids, max_new_tokens=40, priority=OFFLINE)
-    alone.run_until_idle()
-    expected = {rid: alone.replies[rid].output_ids for rid in jobs}
-    assert alone.scheduler.cosched.counters.num_preemptions == 0
-
-    engine = make_engine(**settings)
-    for rid, ids in jobs.items():
-        engine.submit(rid, ids, max_new_tokens=40, priority=OFFLINE)
-
-    def act(iteration):
-        if iteration in (5, 6, 12, 25, 40):
-            for k in range(2):
-                engine.submit(f"on{iteration}.{k}", prompt(50 + iteration, 300), max_new_tokens=5)
-
-    engine.run_until_idle(on_iteration=act)
-    counters = engine.scheduler.cosched.counters
-    assert counters.num_preemptions >= 1  # how many depends on what ran when an online one came
-    assert counters.num_engine_refusals == 0
-    assert {rid: engine.replies[rid].output_ids for rid in jobs} == expected
-    assert any(engine.replies[rid].num_retractions for rid in jobs)
-    assert_drained(engine)
-
-
 def test_a_stopped_request_keeps_class_arrival_and_tokens_and_resumes_from_the_tree(make_engine):
     engine = make_engine(max_running_requests=1, chunked_prefill_size=512)
     engine.submit("off", prompt(1, 200), max_new_tokens=30, priority=OFFLINE)

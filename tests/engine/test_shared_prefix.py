@@ -35,26 +35,6 @@ def questions(engine, *, documents=2, each=3, num_new=8, length=40):
     engine.run_until_idle()
 
 
-def with_interruptions(engine):
-    """Offline questions about one document are preempted by online ones and resume."""
-    stopped = []
-    engine.watch_stops(stopped.append)
-    head = prompt(1, 40)
-    engine.submit("d", head, max_new_tokens=2, priority=OFFLINE)
-    engine.run_until_idle()
-    for index in range(4):
-        tokens = head + prompt(90 + index, 5)
-        engine.submit(f"q{index}", tokens, max_new_tokens=24, priority=OFFLINE)
-
-    def act(iteration):
-        if iteration == 8:
-            for index in range(4):
-                engine.submit(f"o{index}", head + prompt(70 + index, 4), max_new_tokens=5)
-
-    engine.run_until_idle(on_iteration=act)
-    assert stopped
-
-
 def shared_of(engine):
     return engine.scheduler.tp_worker.model_runner.attn_backend.cosched_shared
 
@@ -89,15 +69,6 @@ def test_tokens_of_prefills_decodes_and_mixed_batches(make_engine, page_size, ov
     options = {"page_size": page_size, "overlap": overlap}
     _, expected = run(make_engine, "torch_native", questions, **options)
     engine, found = run(make_engine, NAME, questions, **options)
-    assert found == expected
-    assert shared_of(engine).num_shared_batches > 5
-
-
-@pytest.mark.parametrize("policy", ["sarathi", "hygen"])
-def test_tokens_of_preempted_requests(make_engine, policy):
-    options = {"policy": policy, "max_running_requests": 4}
-    _, expected = run(make_engine, "torch_native", with_interruptions, **options)
-    engine, found = run(make_engine, NAME, with_interruptions, **options)
     assert found == expected
     assert shared_of(engine).num_shared_batches > 5
 

@@ -4,8 +4,7 @@ import random
 import threading
 from types import SimpleNamespace
 
-from cosched.core.request import RequestClass
-from cosched.engine.waiting import WaitingQueue, WaitingSummary, online_requests
+from cosched.engine.waiting import WaitingQueue, online_requests
 from cosched.pool.pool import ArrivalQueue
 
 
@@ -81,27 +80,6 @@ def test_any_sequence_of_operations_gives_what_a_list_gives():
         if model:
             index = rng.randrange(-len(model), len(model))
             assert queue[index] is model[index]
-
-
-def test_class_and_arrival_are_fixed_when_a_request_first_comes():
-    queue = make_queue()
-    req = make_req("a", -1)
-    queue.append(req)
-    first = req.cosched
-    queue.remove(req)
-    req.priority = 5
-    queue.append(req)
-    assert req.cosched is first and first.request_class is RequestClass.OFFLINE
-    assert first.arrival_s == 1.0 and len(queue.offline) == 1
-
-
-def test_the_summary_adds_up_to_the_same_total_from_one_item():
-    queue = make_queue()
-    for index in range(100):
-        queue.append(make_req(f"r{index}", -1, index + 1))
-    summary = WaitingSummary(queue)
-    assert len(summary) == 100
-    assert [item.seqlen for item in summary] == [5050]
 
 
 def test_an_engine_in_this_process_leaves_no_thread_behind(make_engine):
