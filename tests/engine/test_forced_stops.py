@@ -79,7 +79,7 @@ def undisturbed():
         pytest.param(PreemptMode.KEEP_KV, ROOM, (), {"overlap": False}, id="kept in the tree"),
         pytest.param(PreemptMode.KEEP_KV, TIGHT, (), {"page_size": 16}, id="tail evicted"),
         pytest.param(PreemptMode.CHECKPOINT, TIGHT, HOST, {}, id="host checkpoint"),
-        pytest.param(PreemptMode.RECOMPUTE, TIGHT, (), {"mixed": False}, id="recomputed"),
+        pytest.param(PreemptMode.RECOMPUTE, TIGHT, (), {"overlap": False}, id="recomputed"),
     ],
 )
 def test_preemptions_change_no_token(
