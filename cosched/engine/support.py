@@ -47,7 +47,7 @@ class Support(NamedTuple):
     """What cosched does on a server.
 
     policy   its name
-    plans    the policy plans iterations; False: SGLang schedules, and nothing is refused
+    plans    the policy plans iterations; False: SGLang schedules, and only front ends are refused
     refused  why the server cannot start with the policy, and what to drop; empty: it can
     without  what it does not have there, and why
     """
@@ -76,6 +76,7 @@ def support(server_args: Any, config: Config) -> Support:
         plans=plans,
         refused=(
             *(_refused(server_args, resolved, config) if plans else ()),
+            *_refused_http_processes(resolved),
             *_refused_batches(resolved, config),
         ),
         without=(
@@ -194,6 +195,20 @@ def other_front_end(resolved: Any) -> str | None:
         if getattr(resolved, name):
             return flag
     return None
+
+
+def _refused_http_processes(resolved: Any) -> Iterator[str]:
+    """Those without cosched's hooks."""
+    from sglang.srt.environ import envs
+
+    reason = "would take offline requests for online ones; leave it out"
+    if resolved.tokenizer_worker_num > 1:
+        yield (
+            f"--tokenizer-worker-num {resolved.tokenizer_worker_num} cannot go with cosched: "
+            f"SGLang loads no plugins in its further HTTP processes, which {reason}"
+        )
+    if envs.SGLANG_RUST_SERVER.get():
+        yield f"SGLANG_RUST_SERVER cannot go with cosched: it has no hooks and {reason}"
 
 
 def _refused_batches(resolved: Any, config: Config) -> Iterator[str]:

@@ -12,9 +12,7 @@ from http import HTTPStatus
 from typing import Any
 
 from fastapi import HTTPException, Request
-from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.entrypoints.http_server import app, get_global_state
-from sglang.srt.environ import envs
 
 from cosched.config import Config, load_config
 from cosched.engine.admin import add_batches, add_routes
@@ -49,17 +47,6 @@ def check_server(server_args: Any, *_: Any, **__: Any) -> None:
     workers (``--tokenizer-worker-num`` above 1) load no plugins, and its Rust front end has no
     hooks: ``service_tier`` and headers would be ignored silently."""
     try:
-        num_processes = resolving_view(server_args).tokenizer_worker_num
-        reason = "would take offline requests for online ones; leave it out"
-        if num_processes > 1:
-            raise ConfigError(
-                f"--tokenizer-worker-num {num_processes} cannot go with cosched: SGLang loads no "
-                f"plugins in its further HTTP processes, which {reason}"
-            )
-        if envs.SGLANG_RUST_SERVER.get():
-            raise ConfigError(
-                f"SGLANG_RUST_SERVER cannot go with cosched: it has no hooks and {reason}"
-            )
         config = load_config()
         if config is not None:
             check_arguments(server_args, config)

@@ -49,6 +49,8 @@ CASES = {
     "gRPC": (QWEN3, ["--smg-grpc-mode"], {}),
     "gRPC and batches": (QWEN3, ["--smg-grpc-mode"], BATCHES),
     "encoder": (QWEN3_VL, ["--encoder-only"], {}),
+    "HTTP workers": (QWEN3, ["--tokenizer-worker-num", "4"], {"policy": "sglang"}),
+    "Rust front end": (QWEN3, [], {"policy": "sglang"}, {"SGLANG_RUST_SERVER": "1"}),
 }
 
 
@@ -60,8 +62,9 @@ def answers():
             "files": {"config.json": model},
             "flags": ["--model-path", "{folder}", *flags],
             "config": config,
+            "environment": environment[0] if environment else {},
         }
-        for model, flags, config in CASES.values()
+        for model, flags, config, *environment in CASES.values()
     ]
     return dict(zip(CASES, resolve_servers(servers), strict=True))
 
@@ -84,6 +87,8 @@ def test_a_default_of_the_model_is_not_held_against_the_user(answers):
         ("sliding window", "give --disable-hybrid-swa-memory"),
         ("encoder", "an encoder generates nothing"),
         ("gRPC and batches", "--cosched-batches cannot go with --smg-grpc-mode"),
+        ("HTTP workers", "--tokenizer-worker-num 4 cannot go with cosched"),
+        ("Rust front end", "SGLANG_RUST_SERVER cannot go with cosched"),
     ],
 )
 def test_a_refusal_says_why_and_what_to_do(answers, name, reason):
