@@ -34,10 +34,8 @@ settings.load_profile("cosched")
 # The files of tests with servers or forks. One worker runs them all, so that they can share these.
 WITH_SERVERS = (
     "tests/server/",
-    "tests/lab/benchmark/test_fidelity.py",
     "tests/lab/benchmark/test_live_client.py",
     "tests/lab/test_demo.py",
-    "tests/lab/test_demo_model.py",
     "tests/commands/test_launch_server.py",
     "tests/patches/test_seam.py",
 )
@@ -66,6 +64,12 @@ def pytest_collection_modifyitems(config, items):
         if not has_cuda():
             for item in gpu_items:
                 item.add_marker(pytest.mark.skip(reason="no CUDA GPU here"))
+
+
+def pytest_runtest_setup(item):
+    """With several workers, that with the servers takes longest: the others leave it the cores."""
+    if hasattr(item.config, "workerinput") and not item.nodeid.startswith(WITH_SERVERS):
+        os.nice(max(0, 5 - os.nice(0)))
 
 
 def is_marked(item, name):
@@ -126,9 +130,11 @@ def forked_own_server(forks: Forks, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def servers(tiny_model: Path, forks: Forks) -> Iterator[Servers]:
+def servers(
+    tiny_model: Path, forks: Forks, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Servers]:
     """`servers.get(*flags)` -> a server of the tiny model that all tests with these flags share."""
-    running = Servers(tiny_model, forks)
+    running = Servers(tiny_model, forks, tmp_path_factory.mktemp("servers"))
     yield running
     running.close()
 

@@ -124,10 +124,15 @@ class Forks:
         return subprocess.CompletedProcess(arguments, status, stdout, stderr)
 
     def run_module(
-        self, module: str, *arguments: str, env: Mapping[str, str] | None = None
+        self,
+        module: str,
+        *arguments: str,
+        env: Mapping[str, str] | None = None,
+        folder: Path = ROOT,
     ) -> subprocess.CompletedProcess[str]:
-        """As ``python -m module``."""
-        return self.run(_MODULE.format(module=module), *arguments, env=env)
+        """As ``python -m module`` in `folder`."""
+        code = f"import os; os.chdir({str(folder)!r}){_MODULE.format(module=module)}"
+        return self.run(code, *arguments, env=env)
 
     def start_module(
         self, module: str, *arguments: str, log: Path, env: Mapping[str, str] | None = None

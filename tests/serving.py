@@ -33,27 +33,38 @@ SEARCH_PATH = os.pathsep.join(filter(None, (*map(str, SOURCE_ROOTS), os.environ.
 # would take float16 for a float32 model.
 TEST_FLAGS = ("--dtype", "float32", "--max-total-tokens", "20000", "--mem-fraction-static", "0.2")
 
+# Forks start sooner without a request of SGLang's own before they are ready, and with fewer rows of
+# KV indices to fill.
+FORK_FLAGS = ("--skip-server-warmup", "--max-running-requests", "128")
+
 # Of the server that all tests share which need nothing special of theirs.
-SHARED_DRAIN_S = 8
+SHARED_DRAIN_S = 6
 SHARED_FLAGS = (
     *("--cosched-policy", "sarathi", "--cosched-drain-s", str(SHARED_DRAIN_S)),
     "--enable-cache-report",
 )
 
 # Of another one, of the default policy: with metrics, an admin key, claims and a small pool of
-# offline requests.
+# offline requests. The name and the key are those of README.md and docs/operate.md.
 GUARDED_POOL = 20
-GUARDED_ADMIN_KEY = "secret"
+GUARDED_ADMIN_KEY = "SECRET"
 GUARDED_CLAIMS = {
     "ignore": ["priority"],
     "keys": {"tenant": {"max_online": 1}, "barred": {"max_offline": 0}},
     "floor_ratio": 0,
 }
 GUARDED_FLAGS = (
-    *("--enable-metrics", "--admin-api-key", GUARDED_ADMIN_KEY),
+    *("--enable-metrics", "--admin-api-key", GUARDED_ADMIN_KEY, "--served-model-name", "demo"),
     *("--cosched-claims", json.dumps(GUARDED_CLAIMS)),
     *("--cosched-max-offline-waiting", str(GUARDED_POOL)),
 )
+
+# As a `sitecustomize` it makes an environment like one without requirements/cosched-cpu.pth, which
+# scripts/setup has not made.
+_WITHOUT_PTH = """
+import sys
+sys.meta_path = [one for one in sys.meta_path if getattr(one, "__name__", "") != "_BeforeSglang"]
+"""
 
 
 class ServerError(AssertionError):
@@ -96,11 +107,12 @@ def start_server(
     """
     port = free_port() if port is None else port
     arguments = ["--model-path", str(model_path), "--host", "127.0.0.1", "--port", str(port)]
-    arguments += [*TEST_FLAGS, *flags]
+    is_fork = forks is not None and command is None
+    arguments += [*TEST_FLAGS, *(FORK_FLAGS if is_fork else ()), *flags]
     with tempfile.TemporaryDirectory(prefix="cosched-server-") as folder:
         env = {"XDG_DATA_HOME": folder, **(env or {})}  # where it keeps batches by default
         log_path = Path(folder) / "server.log"
-        if forks is not None and command is None:
+        if is_fork:
             process: subprocess.Popen[bytes] | Fork = forks.start_module(
                 module, *arguments, log=log_path, env=env
             )
@@ -141,13 +153,17 @@ class Servers:
     """Servers of one model, each started when first asked for and then shared.
 
     At most ``most`` run at a time: of more, the one that was asked for least recently is stopped.
-    That with :data:`SHARED_FLAGS` is started by ``python -m cosched serve``, the others are forks.
+    That with :data:`SHARED_FLAGS` is started by the script ``cosched``, in an environment without
+    the .pth file; the others are forks.
     """
 
-    def __init__(self, model_path: Path, forks: Forks, *, most: int = 2) -> None:
+    def __init__(self, model_path: Path, forks: Forks, folder: Path, *, most: int = 2) -> None:
+        """``folder``: for a file that servers read."""
         self.model_path = model_path
         self.most = most
         self._forks = forks
+        (folder / "sitecustomize.py").write_text(_WITHOUT_PTH)
+        self._without_pth = {"PYTHONPATH": f"{folder}:{SEARCH_PATH}"}
         self._running: dict[tuple[str, ...], tuple[Server, contextlib.ExitStack]] = {}
 
     def get(self, *flags: str) -> Server:
@@ -157,8 +173,12 @@ class Servers:
             while len(self._running) >= self.most:
                 self._stop(next(iter(self._running)))
             stack = contextlib.ExitStack()
-            command = [sys.executable, "-m", "cosched", "serve"] if flags == SHARED_FLAGS else None
-            server = start_server(self.model_path, *flags, command=command, forks=self._forks)
+            if flags == SHARED_FLAGS:
+                command = [str(Path(sys.executable).with_name("cosched")), "serve"]
+                options = {"command": command, "env": self._without_pth}
+            else:
+                options = {"forks": self._forks}
+            server = start_server(self.model_path, *flags, **options)
             entry = stack.enter_context(server), stack
         self._running[flags] = entry  # the most recent one is the last
         return entry[0]
@@ -203,12 +223,7 @@ def _wait_until_ready(
 
 
 def _stop(process: subprocess.Popen[bytes] | Fork) -> None:
-    """Kill the process and all it started, politely first."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGTERM)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(timeout=10)
-    # Its children may outlive it; the group lives as long as any of them.
+    """Kill the process and all it started: a shutdown takes seconds, and has tests of its own."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait(timeout=10)

@@ -35,8 +35,6 @@ from tests.request_lines import completion
 from tests.serving import ServerError, free_port, start_server
 
 LEASE_S = 3.0
-CHATS_BESIDE_S = 5.0
-"""Duration of chats before the batch, and after it."""
 
 
 class Chats:
@@ -123,8 +121,9 @@ def answered_lines(url):
     raise AssertionError(text)
 
 
-def run(root, forks, *, num_lines, max_tokens, num_users, router_python=None):
-    """What was seen; AssertionError when something is wrong."""
+def run(root, forks, *, num_lines, max_tokens, num_users, chats_beside_s=5.0, router_python=None):
+    """What was seen; AssertionError when something is wrong. `chats_beside_s`: duration of chats
+    before the batch, and after it."""
     model = ensure_demo_model(size="tiny", dtype="float32")
     with contextlib.ExitStack() as stack:
         cluster = stack.enter_context(postgres.cluster())
@@ -147,7 +146,7 @@ def run(root, forks, *, num_lines, max_tokens, num_users, router_python=None):
         )
         api = Api(urls[1])
         chats = stack.enter_context(Chats(front, num_users))
-        time.sleep(CHATS_BESIDE_S)
+        time.sleep(chats_beside_s)
         lines = [
             completion(f"c{n}", max_tokens=max_tokens, ignore_eos=True, temperature=0)
             for n in range(num_lines)
@@ -163,7 +162,7 @@ def run(root, forks, *, num_lines, max_tokens, num_users, router_python=None):
         ended = api.wait(batch, timeout_s=300)
         ended_s = time.monotonic()
         records = api.records(ended.output_file_id)
-        time.sleep(CHATS_BESIDE_S)
+        time.sleep(chats_beside_s)
         seen = sorted(chats.seen)
     assert ended.status == "completed", ended
     counts = ended.request_counts

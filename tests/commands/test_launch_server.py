@@ -297,6 +297,7 @@ class TestBeforeTheModelIsLoaded:
         [
             (["--prot", "31000"], "unknown flag --prot; did you mean --port? ("),
             (["--cosched-polcy=hygen"], "flag --cosched-polcy; did you mean --cosched-policy? ("),
+            (["--cosched-slo-ttft-ms", "0"], "--cosched-slo: ttft_ms must"),
             (["--xyzzy"], "unknown flag --xyzzy (--help lists"),
             (["model"], "unexpected argument 'model' (a model is named with --model-path)"),
             (["--tp", "x"], "argument --tp-size/--tensor-parallel-size: invalid int value: 'x'"),

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -20,7 +18,6 @@ from cosched.lab.simulation.requests import load_requests
 from cosched.lab.simulation.run import summarize_run
 from tests.lab.metrics.samples import OFFLINE, request
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def spec(name, **options):
@@ -128,21 +125,18 @@ def test_a_short_run_ends_with_numbers_and_a_picture(tmp_path, forked_own_server
 
 
 @pytest.mark.server
-def test_ctrl_c_stops_the_server_too(tmp_path):
-    process = subprocess.Popen(
-        [sys.executable, "-m", "cosched.lab.demo", *SMALL, "--out", str(tmp_path / "demo.png")],
-        cwd=ROOT,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def test_ctrl_c_stops_the_server_too(tmp_path, forks):
+    shown = tmp_path / "shown"
+    out = ("--out", str(tmp_path / "demo.png"))
+    process = forks.start_module("cosched.lab.demo", *SMALL, *out, log=shown)
     log = tmp_path / "demo-sarathi.server.log"
     deadline_s = time.monotonic() + 60
     while not (log.exists() and log.stat().st_size) and time.monotonic() < deadline_s:
         time.sleep(0.1)
     children = _children(process.pid)
-    process.send_signal(signal.SIGINT)
+    os.kill(process.pid, signal.SIGINT)
     assert process.wait(timeout=60) == 130
-    assert process.stderr.read().endswith("cosched: interrupted\n")
+    assert shown.read_text().endswith("cosched: interrupted\n")
     assert children and not any(Path(f"/proc/{pid}").exists() for pid in children)
 
 

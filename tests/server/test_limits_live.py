@@ -46,7 +46,7 @@ def probes(server):
 
     def probe():
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:
-            while not taken_s or not done.wait(0.2):
+            while not taken_s or not done.wait(0.02):
                 started_s = time.monotonic()
                 messages = [{"role": "user", "content": f"hello {len(taken_s)}"}]
                 client.chat.completions.create(
@@ -62,7 +62,7 @@ def probes(server):
     yield taken_s
     until_s = time.monotonic() + MOST_STALL_S
     while len(taken_s) < LEAST_PROBES and time.monotonic() < until_s:
-        time.sleep(0.05)
+        time.sleep(0.01)
     done.set()
     thread.join(timeout=60)
     assert not thread.is_alive() and taken_s

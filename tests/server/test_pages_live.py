@@ -1,7 +1,8 @@
 """Every command of the README and of docs/operate.md runs as written.
 
 In a shell as a new user has it: after ``scripts/setup``, in the activated environment. Port 30000
-is replaced by that of the server, and curl fails on HTTP errors (by its settings).
+is replaced by that of the server, and curl fails on HTTP errors (by its settings). What
+needs SGLang and no server runs in a fork that has imported it.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
+from pathlib import Path
 
 import pytest
 
-from cosched.batch.jsonl.server import free_port
-from tests.serving import ROOT, SEARCH_PATH, start_server
+from tests.serving import GUARDED_FLAGS, ROOT, SEARCH_PATH
 
 pytestmark = pytest.mark.server
 
@@ -25,13 +27,13 @@ IS_OWN = not VENV.is_symlink()
 
 # Command as written -> why it is not run.
 EXCEPTED = {
-    "scripts/serve": "starts the server that all of these ask",
+    "scripts/serve": "its end is tested below; tests.serving.Servers starts servers",
     "source .venv/bin/activate": "each command runs after it",
     "scripts/test": "runs this test",
     'pip install -e ".[gpu]"': "installs 11 GB for a GPU",
     "cosched serve --model-path meta-llama/Llama-3.1-8B-Instruct": "needs a GPU and the model",
     "cosched serve --model-path MODEL --enable-metrics --admin-api-key SECRET": (
-        "these are the flags of the server; test_entry_points_live.py runs the command"
+        "these are flags of the server; test_entry_points_live.py runs the command"
     ),
     """COSCHED_CONFIG='{"policy": "cosched"}' sglang serve --model-path MODEL""": (
         "test_entry_points_live.py runs it"
@@ -50,6 +52,8 @@ CHANGED = {
         "quick --scenarios questions --settings s0,cosched",
     ),
 }
+
+IN_FORK = ("cosched simulate", "cosched bench")
 
 
 def commands_in(text):
@@ -77,18 +81,9 @@ def is_excepted(command):
 RUN = [command for command in WRITTEN if not is_excepted(command)]
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    """`scripts/serve`, or in a checkout with another's environment what that runs in the end."""
-    from cosched.lab.demo_model import ensure_demo_model
-
-    model = ensure_demo_model(size="demo")
-    command = ["scripts/serve"]
-    if not IS_OWN:
-        command = [f"{VENV}/bin/cosched", "serve", "--served-model-name", "demo"]
-    flags = ["--enable-metrics", "--admin-api-key", "SECRET", "--served-model-name", "demo"]
-    with start_server(model, *flags, command=command, port=free_port()) as server:
-        yield server
+@pytest.fixture
+def server(servers):
+    return servers.get(*GUARDED_FLAGS)
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +99,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-def run(command, folder):
+def run(command, folder, *, stdin=None):
     env = {
         "HOME": os.environ["HOME"],
         "PATH": "/usr/local/bin:/usr/bin:/bin",
@@ -114,7 +109,7 @@ def run(command, folder):
         env["PYTHONPATH"] = SEARCH_PATH
     script = f"source {VENV}/bin/activate && cd {folder} && {command}"
     return subprocess.run(
-        ["bash", "-c", script], env=env, capture_output=True, text=True, timeout=300
+        ["bash", "-c", script], env=env, input=stdin, capture_output=True, text=True, timeout=300
     )
 
 
@@ -125,14 +120,32 @@ def test_every_exception_and_every_change_is_of_a_command_that_is_there():
 
 
 @pytest.mark.parametrize("command", RUN, ids=lambda command: command.split(" -")[0][:60])
-def test_a_command_runs_as_written(command, server, folder):
+def test_a_command_runs_as_written(command, server, folder, forks):
     for start, (old, new) in CHANGED.items():
         if command.startswith(start):
             assert old in command
             command = command.replace(old, new)
-    ended = run(command.replace(":30000", f":{server.port}"), folder)
+    command = command.replace(":30000", f":{server.port}")
+    if command.startswith(IN_FORK):
+        ended = forks.run_module(*shlex.split(command.replace("\\\n", "")), folder=folder)
+    else:
+        ended = run(command, folder)
     assert ended.returncode == 0, f"{ended.stdout}\n{ended.stderr}\n{server.log()[-4000:]}"
     assert ended.stdout.strip()
+
+
+def test_the_readmes_batch_runs_as_written(server, folder):
+    """On a server that was given no flag for batches."""
+    [block] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert ":30000/" in block
+    done = run("python -", folder, stdin=block.replace(":30000/", f":{server.port}/"))
+    assert done.returncode == 0, done.stderr
+    records = [json.loads(line) for line in done.stdout.splitlines() if line]
+    assert [record["custom_id"] for record in records] == [f"q{n}" for n in range(100)]
+    assert {record["response"]["status_code"] for record in records} == {200}
+    [folder] = re.findall(r"batches: (.*), no open batches", server.log())
+    assert folder.endswith(f"/cosched/batches/demo-{server.port}")
+    assert Path(folder, "batches.sqlite").exists()
 
 
 @pytest.mark.skipif(not IS_OWN, reason="scripts/setup would install this checkout elsewhere")

@@ -2,30 +2,19 @@
 
 import json
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+import cosched.bootstrap  # noqa: F401  # before sglang
+from cosched.engine.shutdown import EXIT_CODE
 from tests.batch.api import Api
 from tests.request_lines import line
+from tests.server.poisoned import FAILS, LEAKS
 from tests.serving import start_server
 
 pytestmark = pytest.mark.server
-
-
-def ask(server, index, *, num_texts, text, num_tokens, timeout_s):
-    """Greedy tokens of one of so many prompts, by its number: online and offline in turn."""
-    body = {
-        "text": text(index % num_texts),
-        "sampling_params": {"max_new_tokens": num_tokens, "temperature": 0, "ignore_eos": True},
-        "priority": -1 if index % 2 else 0,
-    }
-    reply = httpx.post(f"{server.url}/generate", json=body, timeout=timeout_s)
-    assert reply.status_code == 200, reply.text
-    return index % num_texts, tuple(reply.json()["output_ids"])
-
 
 LIMITS = ("--max-running-requests", "4", "--chunked-prefill-size", "64")
 
@@ -36,19 +25,29 @@ def states_of(server):
     return [state["cosched"] for state in info["internal_states"]]
 
 
-def check_both_classes(server):
-    asked = partial(
-        ask,
-        server,
-        num_texts=7,
-        text=lambda n: "hello there " * (5 + n),
-        num_tokens=12,
-        timeout_s=120,
-    )
+def generate(server, text, *, is_offline, **fields):
+    params = {"max_new_tokens": 12, "temperature": 0, "ignore_eos": True}
+    body = {"text": text, "sampling_params": params, "priority": -1 if is_offline else 0}
+    # Two ranks on cores that others want too wait for each other in every layer.
+    return httpx.post(f"{server.url}/generate", json=body | fields, timeout=300)
+
+
+def check_same_tokens(server, texts, *, times):
+    """Each prompt gets the same tokens in either class."""
+
+    def ask(index):
+        which = index % len(texts)
+        reply = generate(server, texts[which], is_offline=index % 2)
+        assert reply.status_code == 200, reply.text
+        return which, tuple(reply.json()["output_ids"])
+
     with ThreadPoolExecutor(16) as threads:
-        answers = list(threads.map(asked, range(28)))
-    assert all(len(ids) == 12 for _, ids in answers)
-    assert len(set(answers)) == 7, "the same prompt gets the same tokens in either class"
+        answers = set(threads.map(ask, range(times * len(texts))))
+    assert len(answers) == len(texts) and all(len(ids) == 12 for _, ids in answers)
+
+
+def check_both_classes(server):
+    check_same_tokens(server, ["hello there " * n for n in range(5, 12)], times=4)
     counted = states_of(server)
     assert sum(c["offline_prefill_tokens"] for c in counted) > 0
     assert sum(c["online_prefill_tokens"] for c in counted) > 0
@@ -60,33 +59,46 @@ def test_two_replicas_serve_both_classes(tiny_model, forks):
         check_both_classes(server)
 
 
-def test_two_ranks_serve_both_classes_and_evict_the_same(tiny_model, forks):
-    """The plans of hygen depend on measured times, which the ranks must agree on."""
-    flags = ("--tp", "2", "--cosched-policy", "hygen", "--enable-metrics")
-    memory = ("--max-total-tokens", "1200")
-    with start_server(tiny_model, *flags, *LIMITS, *memory, forks=forks) as server:
-        check_both_classes(server)
-        check_metrics(server.url, states_of(server)[0])
-        check_eviction(server)
+@pytest.fixture(scope="module")
+def two_ranks(tiny_model, forks):
+    """With memory for a few prompts, and hygen: its plans depend on measured times, which the ranks
+    must agree on. The engine fails on some requests."""
+    flags = ("--tp", "2", "--cosched-policy", "tests.server.poisoned:Poisoned", "--enable-metrics")
+    flags += (*LIMITS, "--max-total-tokens", "1200", "--cosched-drain-s", "5")
+    with start_server(tiny_model, *flags, forks=forks) as server:
+        yield server
 
 
-def check_eviction(server):
-    """Memory for a few of the prompts: all are asked again and again, by both classes."""
-    asked = partial(
-        ask,
-        server,
-        num_texts=9,
-        text=lambda n: f"{n} says hello there " * (30 + 4 * n),
-        num_tokens=8,
-        # Two ranks on cores that others want too wait for each other in every layer.
-        timeout_s=300,
-    )
-    with ThreadPoolExecutor(8) as threads:
-        answers = list(threads.map(asked, range(27)))
-    assert len(set(answers)) == 9, "the same prompt gets the same tokens"
-    kv = states_of(server)[0]["kv"]
+def test_two_ranks_serve_both_classes_and_evict_the_same(two_ranks):
+    check_both_classes(two_ranks)
+    check_metrics(two_ranks.url, states_of(two_ranks)[0])
+    prompts = [f"{n} says hello there " * (30 + 4 * n) for n in range(9)]
+    check_same_tokens(two_ranks, prompts, times=3)
+    kv = states_of(two_ranks)[0]["kv"]
     assert kv["is_watched"]
     assert kv["evicted_online"] + kv["evicted_offline"] > 1000
+
+
+def test_a_failing_request_is_refused_and_a_leak_drains_the_server(two_ranks):
+    def send(rid, number):
+        text = f"{number} hello there " * (3 + 2 * number)
+        return generate(two_ranks, text, is_offline=number % 2, rid=rid)
+
+    def send_all(name, *others):
+        asked = [*((f"{name}-{number}", number) for number in range(6)), *others]
+        with ThreadPoolExecutor(len(asked)) as threads:
+            replies = list(threads.map(send, *zip(*asked, strict=True)))
+        return [reply.json()["output_ids"] for reply in replies[:6]], replies[6:]
+
+    expected, _ = send_all("alone")
+    tokens, [reply] = send_all("beside", (f"{FAILS}1", 3))
+    assert tokens == expected
+    assert reply.status_code == 400 and "ZeroDivisionError" in reply.text
+    assert states_of(two_ranks)[0]["failures"] == {"batch": 1}
+    assert send("after", 0).status_code == 200
+    send(f"{LEAKS}1", 1)
+    assert two_ranks.process.wait(60) == EXIT_CODE, two_ranks.log()[-4000:]
+    assert "KV memory is not consistent" in two_ranks.log()
 
 
 def check_metrics(url, state):

@@ -119,7 +119,7 @@ def test_a_server_of_its_own_is_started_and_stopped(job, tiny_model, forked_own_
     assert not log.exists()
 
 
-def test_a_server_that_cannot_start_is_exit_code_3(job, tmp_path):
+def test_a_server_that_cannot_start_is_exit_code_3(job, tmp_path, forked_own_server):
     job.write([chat("a")])
     log = str(tmp_path / "absent" / "log")  # found before SGLang is imported
     report = job.run("--model-path", "x", "--", "--cosched-decision-log", log, code=3)
