@@ -295,10 +295,31 @@ def _native_grammar(rng: random.Random) -> dict[str, Any]:
     return found
 
 
+Made = tuple[str, str, dict[str, Any] | None]
+"""Method, path and body."""
+
+Extras = list[tuple[str | None, Callable[[], dict[str, Any]]]]
+"""(The feature that they belong to, fields)."""
+
+
+def _some_of(
+    extras: Extras, rng: random.Random, world: World, counts: Sequence[int]
+) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for feature, extra in rng.sample(extras, rng.choice(counts)):
+        if feature is None or world.has(feature):
+            found |= extra()
+    return found
+
+
+def _stream(rng: random.Random) -> dict[str, Any]:
+    return {"stream": True} if rng.random() < 0.4 else {}
+
+
 def _sampling(rng: random.Random, world: World) -> dict[str, Any]:
     """Sampling parameters that /generate takes."""
     params: dict[str, Any] = {"max_new_tokens": _tokens(rng, world)}
-    extras: list[tuple[str | None, Callable[[], dict[str, Any]]]] = [
+    extras: Extras = [
         (None, lambda: {"temperature": rng.choice([0, 0.7, 1, 2, -1, 1e-9, 1e9])}),
         (None, lambda: {"top_p": rng.choice([1, 0.9, 0, 1e-9, 1.1]), "top_k": rng.choice(
             [1, 20, -1, 0, world.vocab_size, 10**7, -2])}),
@@ -322,10 +343,7 @@ def _sampling(rng: random.Random, world: World) -> dict[str, Any]:
         ("grammars", lambda: _native_grammar(rng)),
         ("beam", lambda: {"beam_width": rng.choice([1, 2, 3, 4, 0, -1, 10**6])}),
     ]  # fmt: skip
-    for feature, extra in rng.sample(extras, rng.choice([0, 1, 1, 2, 3])):
-        if feature is None or world.has(feature):
-            params |= extra()
-    return params
+    return params | _some_of(extras, rng, world, [0, 1, 1, 2, 3])
 
 
 def _lora(rng: random.Random, world: World) -> Any:
@@ -336,7 +354,7 @@ def _session_id(rng: random.Random) -> str:
     return f"session-{rng.randrange(6)}"
 
 
-def _generate(rng: random.Random, world: World) -> tuple[str, str, dict[str, Any]]:
+def _generate(rng: random.Random, world: World) -> Made:
     body: dict[str, Any] = {"sampling_params": _sampling(rng, world)}
     kind = rng.random()
     if kind < 0.45:
@@ -361,7 +379,7 @@ def _generate(rng: random.Random, world: World) -> tuple[str, str, dict[str, Any
         body |= {"text": "a", "input_ids": [7]}
     else:
         body["input_embeds"] = rng.choice([[[0.1] * 64] * 3, [[0.1] * 3], [], [[]], [[[]]]])
-    extras: list[tuple[str | None, Callable[[], dict[str, Any]]]] = [
+    extras: Extras = [
         ("logprobs", lambda: {"return_logprob": True, "logprob_start_len": rng.choice(
             [-1, 0, 3, 10**6, -5]), "top_logprobs_num": rng.choice([0, 2, 20, -1, 10**5])}),
         ("logprobs", lambda: {"return_logprob": True, "token_ids_logprob": rng.choice(
@@ -387,17 +405,13 @@ def _generate(rng: random.Random, world: World) -> tuple[str, str, dict[str, Any
         (None, lambda: {"max_thinking_tokens": rng.choice([0, 5, -1])}),
         (None, lambda: {"background": True}),
     ]  # fmt: skip
-    for feature, extra in rng.sample(extras, rng.choice([0, 0, 1, 1, 2])):
-        if feature is None or world.has(feature):
-            body |= extra()
-    if rng.random() < 0.4:
-        body["stream"] = True
+    body |= _some_of(extras, rng, world, [0, 0, 1, 1, 2]) | _stream(rng)
     return rng.choice(["POST", "POST", "PUT"]), "/generate", body
 
 
 def _openai_extras(rng: random.Random, world: World, body: dict[str, Any], *, chat: bool) -> None:
     """Fields that chat completions and completions share."""
-    extras: list[tuple[str | None, Callable[[], dict[str, Any]]]] = [
+    extras: Extras = [
         (None, lambda: {"temperature": rng.choice([0, 0.7, 1, 2, 3, -1])}),
         (None, lambda: {"top_p": rng.choice([1, 0.5, 0, 2]), "top_k": rng.choice([1, 5, 0, -1])}),
         (None, lambda: {"min_p": rng.choice([0, 0.1, 1, 1.1])}),
@@ -446,13 +460,9 @@ def _openai_extras(rng: random.Random, world: World, body: dict[str, Any], *, ch
             (None, lambda: {"suffix": "x"}),
             ("grammars", lambda: {"json_schema": json.dumps(rng.choice(_SCHEMAS))}),
         ]
-    for feature, extra in rng.sample(extras, rng.choice([0, 1, 1, 2, 3])):
-        if feature is None or world.has(feature):
-            body |= extra()
-    if rng.random() < 0.4:
-        body["stream"] = True
-        if rng.random() < 0.3:
-            body["stream_options"] = {"include_usage": True}
+    body |= _some_of(extras, rng, world, [0, 1, 1, 2, 3]) | _stream(rng)
+    if "stream" in body and rng.random() < 0.3:
+        body["stream_options"] = {"include_usage": True}
 
 
 _TOOLS: tuple[Any, ...] = (
@@ -486,14 +496,14 @@ def _messages(rng: random.Random, world: World) -> Any:
     return messages if rng.random() < 0.97 else rng.choice([[], None, "x", [None]])
 
 
-def _chat(rng: random.Random, world: World) -> tuple[str, str, dict[str, Any]]:
+def _chat(rng: random.Random, world: World) -> Made:
     limit = rng.choice(["max_tokens", "max_tokens", "max_completion_tokens"])
     body = {"model": world.model, "messages": _messages(rng, world), limit: _tokens(rng, world)}
     _openai_extras(rng, world, body, chat=True)
     return "POST", rng.choices(["/v1/chat/completions", "/invocations"], [9, 1])[0], body
 
 
-def _completions(rng: random.Random, world: World) -> tuple[str, str, dict[str, Any]]:
+def _completions(rng: random.Random, world: World) -> Made:
     prompt: Any = rng.choice(
         [
             _prompt(rng, world),
@@ -511,7 +521,7 @@ def _completions(rng: random.Random, world: World) -> tuple[str, str, dict[str, 
     return "POST", "/v1/completions", body
 
 
-def _responses(rng: random.Random, world: World) -> tuple[str, str, dict[str, Any]]:
+def _responses(rng: random.Random, world: World) -> Made:
     body: dict[str, Any] = {
         "model": world.model,
         "input": rng.choice(
@@ -526,7 +536,7 @@ def _responses(rng: random.Random, world: World) -> tuple[str, str, dict[str, An
         ),
         "max_output_tokens": _tokens(rng, world),
     }
-    extras: list[tuple[str | None, Callable[[], dict[str, Any]]]] = [
+    extras: Extras = [
         (None, lambda: {"instructions": rng.choice(["be short", "", 5])}),
         (None, lambda: {"previous_response_id": rng.choice(["resp_1", "", "x"])}),
         (None, lambda: {"store": rng.choice([False, True])}),
@@ -546,36 +556,29 @@ def _responses(rng: random.Random, world: World) -> tuple[str, str, dict[str, An
             {"type": "json_object"}, {"type": "text"}])}}),
         ("penalties", lambda: {"presence_penalty": 0.5, "repetition_penalty": 1.2}),
     ]  # fmt: skip
-    for feature, extra in rng.sample(extras, rng.choice([0, 0, 1, 1, 2])):
-        if feature is None or world.has(feature):
-            body |= extra()
-    if rng.random() < 0.4:
-        body["stream"] = True
+    body |= _some_of(extras, rng, world, [0, 0, 1, 1, 2]) | _stream(rng)
     return "POST", "/v1/responses", body
 
 
-def _anthropic(rng: random.Random, world: World) -> tuple[str, str, dict[str, Any]]:
+def _anthropic(rng: random.Random, world: World) -> Made:
     body: dict[str, Any] = {
         "model": world.model,
         "messages": _messages(rng, world),
         "max_tokens": _tokens(rng, world),
     }
-    extras: list[Callable[[], dict[str, Any]]] = [
-        lambda: {"system": rng.choice(["be short", [{"type": "text", "text": "x"}], 5])},
-        lambda: {"stop_sequences": rng.choice([["a"], [], [""], "a"])},
-        lambda: {"temperature": rng.choice([0, 1, 2, -1]), "top_k": rng.choice([1, 0, -1])},
-        lambda: {"thinking": rng.choice([{"type": "enabled", "budget_tokens": 5}, {}, 5])},
-        lambda: {"tools": [{"name": "f", "input_schema": JSON_SCHEMA}]},
-        lambda: {"metadata": {"user_id": "u"}},
+    extras: Extras = [
+        (None, lambda: {"system": rng.choice(["be short", [{"type": "text", "text": "x"}], 5])}),
+        (None, lambda: {"stop_sequences": rng.choice([["a"], [], [""], "a"])}),
+        (None, lambda: {"temperature": rng.choice([0, 1, 2, -1]), "top_k": rng.choice([1, 0, -1])}),
+        (None, lambda: {"thinking": rng.choice([{"type": "enabled", "budget_tokens": 5}, {}, 5])}),
+        (None, lambda: {"tools": [{"name": "f", "input_schema": JSON_SCHEMA}]}),
+        (None, lambda: {"metadata": {"user_id": "u"}}),
     ]
-    for extra in rng.sample(extras, rng.choice([0, 1, 2])):
-        body |= extra()
-    if rng.random() < 0.4:
-        body["stream"] = True
+    body |= _some_of(extras, rng, world, [0, 1, 2]) | _stream(rng)
     return "POST", rng.choice(["/v1/messages"] * 5 + ["/v1/messages/count_tokens"]), body
 
 
-def _other_models(rng: random.Random, world: World) -> tuple[str, str, dict[str, Any]]:
+def _other_models(rng: random.Random, world: World) -> Made:
     """Endpoints for models that embed, rank or classify, and some that any model serves."""
     text = _prompt(rng, world)
     documents = [_prompt(rng, world) for _ in range(rng.choice([0, 1, 3]))]
@@ -604,7 +607,7 @@ def _other_models(rng: random.Random, world: World) -> tuple[str, str, dict[str,
     return "POST", path, body
 
 
-def _tokenizing(rng: random.Random, world: World) -> tuple[str, str, dict[str, Any]]:
+def _tokenizing(rng: random.Random, world: World) -> Made:
     path, body = rng.choice(
         [
             ("/tokenize", {"prompt": rng.choice([_prompt(rng, world), ["a", "b"], [], 5, None])}),
@@ -618,7 +621,7 @@ def _tokenizing(rng: random.Random, world: World) -> tuple[str, str, dict[str, A
     return "POST", path, body
 
 
-def _sessions(rng: random.Random, world: World) -> tuple[str, str, dict[str, Any]]:
+def _sessions(rng: random.Random, world: World) -> Made:
     name: Any = _session_id(rng)
     if rng.random() < 0.15:
         name = rng.choice([None, "", "missing", 5])
@@ -635,13 +638,13 @@ def _sessions(rng: random.Random, world: World) -> tuple[str, str, dict[str, Any
     return "POST", "/open_session", body
 
 
-def _abort(rng: random.Random, world: World) -> tuple[str, str, dict[str, Any]]:
+def _abort(rng: random.Random, world: World) -> Made:
     # Never all of them: that would be an operator's order, and end the probe beside.
     rid = rng.choice([f"rid-{rng.randrange(20)}", "missing", f"rid-{rng.randrange(20)}", 5])
     return "POST", "/abort_request", {"rid": rid}
 
 
-def _looking(rng: random.Random, world: World) -> tuple[str, str, None]:
+def _looking(rng: random.Random, world: World) -> Made:
     path = rng.choice(
         ["/health", "/health_generate", "/get_server_info", "/v1/models", "/v1/models/missing",
          "/v1/loads", "/v1/loads?include=nonsense", "/v1/loads?dp_rank=99", "/get_model_info",
@@ -650,7 +653,7 @@ def _looking(rng: random.Random, world: World) -> tuple[str, str, None]:
     return "GET", path, None
 
 
-def _gateways(rng: random.Random, world: World) -> tuple[str, str, dict[str, Any]]:
+def _gateways(rng: random.Random, world: World) -> Made:
     """Other vendors' forms of the same."""
     options = {"num_predict": rng.choice([4, -1, 0]), "temperature": rng.choice([0, 1, "a"])}
     path, body = rng.choice(
@@ -670,13 +673,13 @@ def _gateways(rng: random.Random, world: World) -> tuple[str, str, dict[str, Any
     return "POST", path, body
 
 
-def _at_bounds(rng: random.Random, world: World) -> tuple[str, str, dict[str, Any]]:
+def _at_bounds(rng: random.Random, world: World) -> Made:
     """Fields of the table that requests are checked against, at their bounds and beyond."""
     path = rng.choice(URLS)
     return "POST", path, boundary_body(rng, path, world.model, world.scope)
 
 
-Maker = Callable[[random.Random, World], tuple[str, str, Any]]
+Maker = Callable[[random.Random, World], Made]
 
 _MAKERS: tuple[tuple[Maker, str | None, int], ...] = (
     (_generate, None, 30),

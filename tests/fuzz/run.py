@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import hashlib
 import json
 import re
 import sys
@@ -39,7 +38,6 @@ from cosched.lab.demo_model import SIZES, ensure_demo_model
 from tests.adapters import make_adapters
 from tests.forks import Forks
 from tests.fuzz.cases import FEATURES, Case, World, make_case
-from tests.fuzz.known import known_reason
 from tests.serving import Server, ServerError, start_server
 
 CONTEXT_LEN = 1024
@@ -53,14 +51,6 @@ PROBE_EVERY_S = 0.5
 PROBE_LIMIT_S = 2.0
 SURELY_SLOW_S = 5.0
 """Of a probe: no other program explains it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
-    """What went wrong, and the request as a command line."""
-
-    what: str
-    case: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +74,8 @@ class Outcome:
     num_sent: int = 0
     statuses: Counter[str] = field(default_factory=Counter)
     known: Counter[str] = field(default_factory=Counter)
-    failures: list[Failure] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    """What went wrong, and the request as a command line."""
     probes: list[Probe] = field(default_factory=list)
     unconfirmed: list[Probe] = field(default_factory=list)
     """Slow ones, where the same requests did not make another one slow."""
@@ -93,10 +84,9 @@ class Outcome:
     took_s: float = 0.0
     """Of all requests, without the start of the server and the checks at the end."""
     probe_failures: list[str] = field(default_factory=list)
-    digest: str = ""
 
     def fail(self, what: str, case: Case | None = None) -> None:
-        self.failures.append(Failure(what=what, case="" if case is None else case.shown()))
+        self.failures.append(what if case is None else f"{what}\n  {case.shown()}")
 
 
 class Fuzz:
@@ -122,19 +112,15 @@ class Fuzz:
         self.in_flight: dict[int, Case] = {}
         self._started_s = 0.0
 
-    async def run(self, console: Console) -> None:
+    async def run(self) -> None:
         # A connection each: what one request breaks is not put down to the next.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         async with httpx.AsyncClient(base_url=self.url, limits=limits, timeout=None) as client:
             await self._probe(client)  # the first chat pays for what is set up lazily
             self.outcome.probes.clear()
-            done = asyncio.Event()
-            teller = asyncio.create_task(self._tell(console, done))
             await self._send_all(client, self.cases)
             self.outcome.took_s = time.perf_counter() - self._started_s
             await self._confirm_slow(client)
-            done.set()
-            await teller
             if not self.dead:
                 await self._check_drained(client)
 
@@ -245,21 +231,6 @@ class Fuzz:
             Probe(sent_s=sent_s - self._started_s, took_s=took_s, under_way=under_way)
         )
 
-    async def _tell(self, console: Console, done: asyncio.Event) -> None:
-        every_s = 0.5 if console.is_terminal else 15.0
-        with console.status("") if console.is_terminal else contextlib.nullcontext() as status:
-            while not done.is_set() and not self.dead:
-                line = (
-                    f"{self.outcome.num_sent} of {len(self.cases)} requests, "
-                    f"{len(self.outcome.failures)} failures, {len(self.in_flight)} under way"
-                )
-                if status is not None:
-                    status.update(line)
-                else:
-                    console.print(line)
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(done.wait(), every_s)
-
     async def _check_drained(self, client: httpx.AsyncClient) -> None:
         """Nothing waits or runs, and no KV is held by what has ended."""
         until_s = time.monotonic() + DRAIN_TIMEOUT_S
@@ -290,6 +261,31 @@ class Fuzz:
         if used:
             self.outcome.fail(f"{used} tokens of KV are held by nobody")
         await self._probe(client)
+
+
+# (path, status, text) as regular expressions -> why stock SGLang's answer is no failure. None of it
+# hurts another request. Status 0: the connection broke in the middle of an answer.
+KNOWN = {
+    ("/api/(chat|generate)", "0", "peer closed connection"): (
+        "SGLang reads a request to its Ollama routes after their stream has begun: a wrong value "
+        "ends the connection instead of a 400"
+    ),
+    ("(/v1)?/detokenize", "500", "out of range integral type conversion"): (
+        "SGLang answers a negative id with 500 on its detokenize routes"
+    ),
+}
+
+
+def known_reason(path: str, status: int, text: str) -> str | None:
+    """Why this answer is no failure; None: it is one."""
+    for (of_path, of_status, of_text), reason in KNOWN.items():
+        if (
+            re.fullmatch(of_path, path)
+            and re.fullmatch(of_status, str(status))
+            and re.search(of_text, text)
+        ):
+            return reason
+    return None
 
 
 def _status_in_stream(text: str) -> int:
@@ -330,8 +326,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--url", help="a server that runs already, instead of one of its own")
     parser.add_argument("--size", choices=sorted(SIZES), default="tiny", help="its demo model")
     parser.add_argument("--policy", default="hygen", help="its policy (default: hygen)")
-    parser.add_argument("--port", type=int, help="its port (default: a free one)")
-    parser.add_argument("--log", type=Path, help="keep its log there")
     parser.add_argument(
         "server_flags", nargs="*", metavar="-- FLAG", help="further flags of the server, after --"
     )
@@ -356,7 +350,6 @@ def fuzzed_server(args: argparse.Namespace, forks: Forks | None = None) -> Itera
             model,
             *flags,
             module="tests.fuzz.server",
-            port=args.port,
             ready_timeout_s=READY_TIMEOUT_S,
             forks=forks,
         ) as server:
@@ -379,8 +372,7 @@ def report(console: Console, args: argparse.Namespace, outcome: Outcome, log: st
     if outcome.failures:
         console.print(f"\n{len(outcome.failures)} failures", style="bold red")
     for failure in outcome.failures[:50]:
-        console.print(f"* {failure.what}", style="red", markup=False, highlight=False)
-        console.print(f"  {failure.case}", markup=False, highlight=False)
+        console.print(f"* {failure}", markup=False, highlight=False)
     for failure in outcome.probe_failures[:10]:
         console.print(f"* the probe: {failure}", style="red", markup=False)
     found = tracebacks(log)
@@ -401,9 +393,8 @@ def report(console: Console, args: argparse.Namespace, outcome: Outcome, log: st
         )
     ok = not outcome.failures and not outcome.probe_failures and not slow
     result = {
-        "config": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()},
+        "config": vars(args),
         "seed": args.seed,
-        "digest": outcome.digest,
         "ok": ok,
         "num_sent": outcome.num_sent,
         "num_failures": len(outcome.failures),
@@ -426,16 +417,6 @@ def report(console: Console, args: argparse.Namespace, outcome: Outcome, log: st
     return ok
 
 
-def _fuzz(args: argparse.Namespace, url: str, cases: Sequence[Case]) -> Fuzz:
-    return Fuzz(
-        url,
-        cases,
-        concurrency=args.concurrency,
-        model=SERVED_MODEL,
-        limit_s=args.probe_limit,
-    )
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     console = Console(stderr=True, width=None if sys.stderr.isatty() else 200)
@@ -452,24 +433,23 @@ def main(argv: Sequence[str] | None = None) -> None:
         console.print(cases[0].shown(), markup=False, highlight=False)
     log = ""
     try:
-        if args.url is not None:
-            fuzz = _fuzz(args, args.url, cases)
-            asyncio.run(fuzz.run(console))
-        else:
-            console.print("starting the server")
-            with fuzzed_server(args) as server:
-                fuzz = _fuzz(args, server.url, cases)
-                asyncio.run(fuzz.run(console))
-                log = server.log()
+        with contextlib.ExitStack() as stack:
+            server = None if args.url else stack.enter_context(fuzzed_server(args))
+            fuzz = Fuzz(
+                args.url or server.url,
+                cases,
+                concurrency=args.concurrency,
+                model=SERVED_MODEL,
+                limit_s=args.probe_limit,
+            )
+            asyncio.run(fuzz.run())
+            log = server.log() if server else ""
     except ServerError as error:
         raise SystemExit(f"fuzz_server: {error}") from None
-    if args.log is not None and log:
-        args.log.write_text(log)
     if fuzz.dead:
         under_way = "\n".join(case.shown() for case in fuzz.in_flight.values())
         fuzz.outcome.fail(f"the server is gone; under way were\n{under_way}")
         console.print("\n".join(log.splitlines()[-60:]), markup=False, highlight=False)
-    fuzz.outcome.digest = hashlib.sha256(repr(cases).encode()).hexdigest()[:16]
     if not report(console, args, fuzz.outcome, log):
         raise SystemExit(1)
 

@@ -17,67 +17,47 @@ import argparse
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 from cosched.cli import JsonOption
 from cosched.errors import CoschedError
 from cosched.lab.benchmark.progress import virtual_time_bar
-from cosched.policies import POLICIES
 from tests.soak.narrow import in_child, narrow
 from tests.soak.run import Outcome
 from tests.soak.spec import FEATURES, MATRIX, SoakSpec
 
 
 def build_parser() -> argparse.ArgumentParser:
-    default = SoakSpec()
+    """An option for each field of `SoakSpec`, and some for the command."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.soak",
-        description="Random traffic on SGLang's own scheduler in virtual time, with checks.",
-        epilog="features: " + "; ".join(f"{name}: {summary}" for name, summary in FEATURES.items()),
+        description=f"Random traffic on SGLang's own scheduler in virtual time, with checks.\n\n"
+        f"{SoakSpec.__doc__}",
+        epilog="features:\n" + "\n".join(f"{name}: {text}" for name, text in FEATURES.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--seed", type=int, default=default.seed)
-    parser.add_argument(
-        "--hours", type=float, default=default.hours, help="virtual hours (default: %(default)s)"
-    )
-    parser.add_argument("--policy", choices=sorted(POLICIES), default=default.policy)
-    parser.add_argument("--page-size", type=int, default=default.page_size)
-    parser.add_argument("--overlap", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--mixed", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--shared-pages", action=argparse.BooleanOptionalAction, default=False)
-    parser.add_argument("--conservativeness", type=float, default=default.conservativeness)
-    parser.add_argument("--kv-tokens", type=int, help="default: 2048, or 40 pages if that is more")
-    parser.add_argument("--slots", type=int, default=default.slots)
-    parser.add_argument("--chunk", type=int, default=default.chunk)
-    parser.add_argument("--ttft-ms", type=float, default=default.ttft_ms)
-    parser.add_argument("--tpot-ms", type=float, default=default.tpot_ms)
-    parser.add_argument(
-        "--compute",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="run the tiny model; without it faster, and outputs are made up",
-    )
-    parser.add_argument(
-        "--without", type=_names, default=(), metavar="FEATURE,...", help="leave these out"
-    )
-    parser.add_argument(
-        "--only", type=_names, metavar="FEATURE,...", help="leave out all but these"
-    )
-    parser.add_argument(
-        "--episodes", type=_numbers, metavar="N,...", help="only these stretches of traffic"
-    )
-    parser.add_argument("--requests", type=_names, metavar="RID,...", help="only these requests")
-    parser.add_argument(
-        "--matrix", action="store_true", help="all policies, page sizes and switches"
-    )
-    parser.add_argument(
-        "--narrow",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="on a failure: find the features and requests that it takes",
-    )
-    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    kinds = {"kv_tokens": int, "without": _names, "episodes": _numbers, "requests": _names}
+    for field in fields(SoakSpec):
+        flag = "--" + field.name.replace("_", "-")
+        if isinstance(field.default, bool):
+            action = argparse.BooleanOptionalAction
+            parser.add_argument(flag, action=action, default=field.default)
+        else:
+            kind = kinds.get(field.name, type(field.default))
+            parser.add_argument(flag, type=kind, default=field.default)
+    for name, text in SWITCHES.items():
+        parser.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, help=text)
+    parser.add_argument("--only", type=_names, help="leave out all features but these")
+    parser.set_defaults(narrow=True)
     return parser
+
+
+SWITCHES = {
+    "matrix": "all policies, page sizes and switches",
+    "narrow": "after a failure find the features and requests that it takes",
+    "quiet": "no progress bar",
+}
 
 
 def _names(text: str) -> tuple[str, ...]:

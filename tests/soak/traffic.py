@@ -10,6 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -107,8 +108,8 @@ class Traffic:
             "job": (3, self._job),
             "restart": (1, self._restart),
             "n": (1, self._parallel),
-            "sessions": (0.7, self._session),
-            "stream-sessions": (0.7, self._stream_session),
+            "sessions": (0.7, partial(self._session, opened_by="open")),
+            "stream-sessions": (0.7, partial(self._session, opened_by="open_streaming")),
             "abort-all": (0.1, self._abort_all),
             "flush": (0.3, self._flush),
             "pause": (0.3, self._pause),
@@ -180,13 +181,7 @@ class Traffic:
         yield Send([replace(first, sampling=warm, stream=False)])
         yield Send([replace(first, rid=f"{key}-{i:03d}") for i in range(1, rng.randint(3, 6))])
 
-    def _session(self, key: str, rng: Random) -> Client:
-        yield from self._in_session(key, rng, "open")
-
-    def _stream_session(self, key: str, rng: Random) -> Client:
-        yield from self._in_session(key, rng, "open_streaming")
-
-    def _in_session(self, key: str, rng: Random, opened_by: str) -> Client:
+    def _session(self, key: str, rng: Random, *, opened_by: str) -> Client:
         yield Command(opened_by, key)
         offline = rng.random() < 0.4
         for turn in range(rng.randint(1, 4)):
@@ -232,10 +227,10 @@ class Traffic:
             stream=rng.random() < 0.7,
         )
         changes: dict[str, Any] = {}
-        for feature, (share, change) in _CHANGES.items():
+        for feature, share in SHARES.items():
             of_feature = self._rng(rid, feature)
             if of_feature.random() < share and self.spec.has(feature):
-                changes |= change(of_feature, ask, sampling, self.spec)
+                changes |= _add(feature, of_feature, ask, sampling, self.spec)
         if sampling.get("beam_width"):
             changes |= {"adapter": None, "logprob_start": None, "stream": False}
             sampling.pop("regex", None)
@@ -269,78 +264,55 @@ def _later(seconds: float, client: Client) -> Client:
     yield from client
 
 
-def _abort(rng: Random, ask: Ask, sampling: dict[str, Any], spec: SoakSpec) -> dict[str, Any]:
-    return {"abort": (rng.choice(MOMENTS), rng.choice((0, 0, 1, 2, 5, 20)))}
-
-
-def _beam(rng: Random, ask: Ask, sampling: dict[str, Any], spec: SoakSpec) -> dict[str, Any]:
-    if spec.page_size == 1:
-        sampling["beam_width"] = rng.choice((2, 3))
-    return {}
-
-
-def _grammar(rng: Random, ask: Ask, sampling: dict[str, Any], spec: SoakSpec) -> dict[str, Any]:
-    sampling |= {"regex": _REGEX, "ignore_eos": False}
-    return {}
-
-
-def _logprobs(rng: Random, ask: Ask, sampling: dict[str, Any], spec: SoakSpec) -> dict[str, Any]:
-    return {"logprob_start": rng.choice((-1, -1, 0, rng.randint(0, len(ask.tokens))))}
-
-
-def _lora(rng: Random, ask: Ask, sampling: dict[str, Any], spec: SoakSpec) -> dict[str, Any]:
-    return {"adapter": rng.choice(ADAPTERS)}
-
-
-def _min_tokens(rng: Random, ask: Ask, sampling: dict[str, Any], spec: SoakSpec) -> dict[str, Any]:
-    sampling["min_new_tokens"] = rng.randint(0, sampling["max_new_tokens"])
-    return {}
-
-
-def _penalties(rng: Random, ask: Ask, sampling: dict[str, Any], spec: SoakSpec) -> dict[str, Any]:
-    kind = rng.choice(PENALTIES)
-    sampling[kind] = 1.3 if kind == "repetition_penalty" else rng.choice((-0.5, 0.1, 1.5))
-    return {}
-
-
-def _priorities(rng: Random, ask: Ask, sampling: dict[str, Any], spec: SoakSpec) -> dict[str, Any]:
-    return {"priority": -rng.choice((1, 50, 10**6)) if ask.offline else rng.choice((0, 1, 10**6))}
-
-
-def _stop(rng: Random, ask: Ask, sampling: dict[str, Any], spec: SoakSpec) -> dict[str, Any]:
-    sampling |= {"stop_token_ids": rng.sample(_TOKENS, 150), "ignore_eos": False}
-    return {}
-
-
-def _targets(rng: Random, ask: Ask, sampling: dict[str, Any], spec: SoakSpec) -> dict[str, Any]:
-    amounts = (1e-3, 1.0, 8.0, 100.0, 1e4, 1e9)
-    names = ("ttft_slo_ms", "tpot_slo_ms", "deadline_s")
-    chosen = {name: rng.choice(amounts) for name in rng.sample(names, rng.randint(1, 3))}
-    sampling["custom_params"] = {PARAMS_KEY: chosen}
-    return {}
-
-
-def _too_long(rng: Random, ask: Ask, sampling: dict[str, Any], spec: SoakSpec) -> dict[str, Any]:
-    if rng.random() < 0.4:
-        sampling["max_new_tokens"] = rng.choice((spec.capacity // 2, spec.capacity, 10**6))
-        return {"abort": ("decoding", rng.choice((100, 400)))}
-    length = spec.capacity + rng.choice((-spec.page_size, -10, -6, -5, -1, 0, 1, 1000))
-    return {"tokens": array("q", rng.choices(_TOKENS, k=length))}
-
-
-_Change = Callable[[Random, Ask, dict[str, Any], SoakSpec], dict[str, Any]]
-
-_CHANGES: Mapping[str, tuple[float, _Change]] = {
-    # The share of requests each feature falls to. Later ones see what earlier ones did.
-    "stop": (0.1, _stop),
-    "too-long": (0.01, _too_long),
-    "min-tokens": (0.05, _min_tokens),
-    "penalties": (0.1, _penalties),
-    "logprobs": (0.1, _logprobs),
-    "lora": (0.15, _lora),
-    "grammar": (0.04, _grammar),
-    "priorities": (0.1, _priorities),
-    "targets": (0.1, _targets),
-    "beam": (0.02, _beam),
-    "abort": (0.15, _abort),
+SHARES: Mapping[str, float] = {
+    "stop": 0.1,
+    "too-long": 0.01,
+    "min-tokens": 0.05,
+    "penalties": 0.1,
+    "logprobs": 0.1,
+    "lora": 0.15,
+    "grammar": 0.04,
+    "priorities": 0.1,
+    "targets": 0.1,
+    "beam": 0.02,
+    "abort": 0.15,
 }
+"""The share of requests that each feature falls to. Later ones see what earlier ones did."""
+
+
+def _add(
+    feature: str, rng: Random, ask: Ask, sampling: dict[str, Any], spec: SoakSpec
+) -> dict[str, Any]:
+    """Change `sampling`, and return the changes of other fields."""
+    match feature:
+        case "abort":
+            return {"abort": (rng.choice(MOMENTS), rng.choice((0, 0, 1, 2, 5, 20)))}
+        case "beam" if spec.page_size == 1:
+            sampling["beam_width"] = rng.choice((2, 3))
+        case "grammar":
+            sampling |= {"regex": _REGEX, "ignore_eos": False}
+        case "logprobs":
+            return {"logprob_start": rng.choice((-1, -1, 0, rng.randint(0, len(ask.tokens))))}
+        case "lora":
+            return {"adapter": rng.choice(ADAPTERS)}
+        case "min-tokens":
+            sampling["min_new_tokens"] = rng.randint(0, sampling["max_new_tokens"])
+        case "penalties":
+            kind = rng.choice(PENALTIES)
+            sampling[kind] = 1.3 if kind == "repetition_penalty" else rng.choice((-0.5, 0.1, 1.5))
+        case "priorities":
+            online, offline = (0, 1, 10**6), (-1, -50, -(10**6))
+            return {"priority": rng.choice(offline if ask.offline else online)}
+        case "stop":
+            sampling |= {"stop_token_ids": rng.sample(_TOKENS, 150), "ignore_eos": False}
+        case "targets":
+            names = rng.sample(("ttft_slo_ms", "tpot_slo_ms", "deadline_s"), rng.randint(1, 3))
+            chosen = {name: rng.choice((1e-3, 1.0, 8.0, 100.0, 1e4, 1e9)) for name in names}
+            sampling["custom_params"] = {PARAMS_KEY: chosen}
+        case "too-long" if rng.random() < 0.4:
+            sampling["max_new_tokens"] = rng.choice((spec.capacity // 2, spec.capacity, 10**6))
+            return {"abort": ("decoding", rng.choice((100, 400)))}
+        case "too-long":
+            length = spec.capacity + rng.choice((-spec.page_size, -10, -6, -5, -1, 0, 1, 1000))
+            return {"tokens": array("q", rng.choices(_TOKENS, k=length))}
+    return {}
