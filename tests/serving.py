@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import httpx
 
@@ -80,6 +80,12 @@ class Server:
     process: subprocess.Popen[bytes] | Fork
     log_path: Path
     model_path: Path
+
+    def states(self, key: str = "none") -> list[dict[str, Any]]:
+        """What cosched tells of the scheduler of each replica."""
+        headers = {"authorization": f"Bearer {key}"}
+        info = httpx.get(f"{self.url}/get_server_info", headers=headers, timeout=60).json()
+        return [state.get("cosched") for state in info["internal_states"]]
 
     def log(self) -> str:
         """All that the server has printed so far."""

@@ -20,12 +20,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def state_of(server):
-    headers = {"authorization": "Bearer none"}
-    info = httpx.get(f"{server.url}/get_server_info", headers=headers, timeout=60).json()
-    return info["internal_states"][0]["cosched"]
-
-
 def chat_s(server, text="hello", **headers):
     """How long a chat of 4 tokens takes [s]."""
     messages = [{"role": "user", "content": text}]
@@ -70,7 +64,7 @@ def test_no_sign_of_a_class_gets_what_the_key_may_not_use(tiny_model, forks, tmp
     claims = {"keys": {"chat": {"max_offline": 0}, "job": {"class": "offline"}, "*": {}}}
     flags = ("--cosched-claims", json.dumps(claims), "--cosched-batches", str(tmp_path / "b"))
     with start_server(tiny_model, *flags, forks=forks) as server:
-        before = state_of(server)["online_prefill_tokens"]
+        before = server.states()[0]["online_prefill_tokens"]
         for fields, headers in SIGNS:
             reply = completion(server, fields, headers | {"authorization": "Bearer job"})
             assert reply.status_code in (200, 400), reply.text
@@ -84,7 +78,7 @@ def test_no_sign_of_a_class_gets_what_the_key_may_not_use(tiny_model, forks, tmp
         done = api.wait(api.create(lines, endpoint="/v1/chat/completions"), timeout_s=300)
         for record in api.records(done.output_file_id):
             assert record["response"]["body"]["service_tier"] == "flex", record
-        assert state_of(server)["online_prefill_tokens"] == before
+        assert server.states()[0]["online_prefill_tokens"] == before
         for fields, headers in OFFLINE_SIGNS:
             reply = completion(server, fields, headers | {"authorization": "Bearer chat"})
             assert reply.status_code == 429, (fields, headers, reply.text)
@@ -105,7 +99,7 @@ def test_a_chat_is_answered_beside_20_000_offline_requests(tiny_model, forks):
                 threads.submit(client.post, url, json=own, timeout=900)
             most, until_s = 0, time.monotonic() + 300
             while most < count * 0.9 and time.monotonic() < until_s:
-                state = state_of(server)
+                state = server.states()[0]
                 now = state["num_waiting_offline"] + state["num_running_offline"]
                 if now < most:
                     break  # they end faster than they come
@@ -123,13 +117,13 @@ def test_a_policy_that_fails_is_given_up_and_named(tiny_model, forks, name):
     flags = ("--cosched-policy", f"tests.attack.policies:{name}")
     with start_server(tiny_model, *flags, forks=forks) as server:
         chat_s(server)
-        assert not state_of(server)["failures"]
+        assert not server.states()[0]["failures"]
         began_s = time.monotonic()
         completion(server, {"max_tokens": TRIGGER, "ignore_eos": True}, {}).raise_for_status()
         print(f"answered after {time.monotonic() - began_s:.1f} s")
         completion(server, {"service_tier": "flex"}, {}).raise_for_status()
         chat_s(server)
-        state = state_of(server)
+        state = server.states()[0]
         assert state["policy_given_up"] and server.process.poll() is None, state
         assert "until the server is restarted" in server.log()
         assert f"policies:{name}' " in server.log(), "the policy is named"

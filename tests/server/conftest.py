@@ -1,24 +1,18 @@
-"""What cosched tells of a running server's scheduler."""
+"""What a running server's scheduler has done."""
 
 from __future__ import annotations
 
-import httpx
 import pytest
-
-
-def state_of(server):
-    info = httpx.get(f"{server.url}/get_server_info", timeout=30).json()
-    return info["internal_states"][0]["cosched"]
 
 
 def prefilled(server):
     """Tokens, by class."""
-    state = state_of(server)
+    [state] = server.states()
     return {name: state[f"{name}_prefill_tokens"] for name in ("online", "offline")}
 
 
 def is_idle(server):
-    state = state_of(server)
+    [state] = server.states()
     return not any(state[f"num_{kind}_offline"] for kind in ("waiting", "running"))
 
 

@@ -38,9 +38,7 @@ def api(server):
 
 
 def state_of(server):
-    headers = {"authorization": f"Bearer {KEY}"}
-    info = httpx.get(f"{server.url}/get_server_info", headers=headers, timeout=30).json()
-    return info["internal_states"][0]["cosched"]
+    return server.states(KEY)[0]
 
 
 def test_chats_are_answered_while_a_batch_is(api, server):

@@ -25,8 +25,7 @@ CHAT = {"max_tokens": 2, "messages": [{"role": "user", "content": "Hello!"}]}
 def check_answers(server):
     reply = httpx.post(f"{server.url}/v1/chat/completions", json=CHAT, timeout=60)
     assert reply.status_code == 200, reply.text
-    info = httpx.get(f"{server.url}/get_server_info", timeout=30).json()
-    assert info["internal_states"][0]["cosched"]["policy"] == "sarathi"
+    assert server.states()[0]["policy"] == "sarathi"
     assert "Ignore import error" not in server.log()
     assert "UserWarning" not in server.log()
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -18,11 +16,11 @@ import pytest
 import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.batch.prometheus import Kind
 from cosched.engine.exporter import METRICS
+from tests.request_lines import completion as line
 from tests.serving import (
     GUARDED_ADMIN_KEY,
     GUARDED_FLAGS,
     GUARDED_POOL,
-    SEARCH_PATH,
     SHARED_DRAIN_S,
     SHARED_FLAGS,
 )
@@ -61,24 +59,18 @@ def stream(url, started, *, tokens):
 
 
 @pytest.mark.ends_server
-def test_sigterm_lets_chats_finish_within_the_bound_and_a_batch_go(servers, guarded, tmp_path):
+def test_sigterm_lets_chats_finish_within_the_bound_and_a_batch_go(
+    servers, guarded, forks, tmp_path
+):
     """A supervisor that signals the whole group must not take the schedulers from the chats."""
-    lines = [
-        {
-            "custom_id": f"r{i}",
-            "method": "POST",
-            "url": "/v1/completions",
-            "body": {"model": "default", "prompt": f"{i}", "max_tokens": 100, "ignore_eos": True},
-        }
-        for i in range(60)
-    ]
+    lines = [line(f"r{i}", max_tokens=100, ignore_eos=True) for i in range(60)]
     batch, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     batch.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    job = [sys.executable, "-m", "cosched.run_batch", "-i", str(batch), "-o", str(out)]
-    job += ["--via", "lines", "--concurrency", str(GUARDED_POOL), "--base-url"]
+    job = ["cosched.run_batch", "-i", str(batch), "-o", str(out), "--via", "lines"]
+    job += ["--concurrency", str(GUARDED_POOL), "--base-url"]
     with servers.take(*SHARED_FLAGS) as server, ThreadPoolExecutor() as pool:
         logged = len(server.log())
-        running = subprocess.Popen([*job, server.url], env=environment())
+        running = forks.start_module(*job, server.url, log=tmp_path / "job.log")
         try:
             while running_offline(server.url) == 0:
                 assert running.poll() is None
@@ -100,13 +92,13 @@ def test_sigterm_lets_chats_finish_within_the_bound_and_a_batch_go(servers, guar
             assert server.process.wait(WITHIN_S) == 0
             assert running.poll() is None, "the job waits for the server to come back"
         finally:
-            running.terminate()
+            os.kill(running.pid, signal.SIGTERM)
             running.wait(30)
         log = server.log()[logged:]
         assert f"online ones may take {SHARED_DRAIN_S} s, offline requests are aborted" in log
         assert "Traceback" not in log
     assert len(out.read_text().splitlines()) < 60
-    subprocess.run([*job, guarded.url], env=environment(), check=True, timeout=400)
+    assert forks.run_module(*job, guarded.url).returncode == 0
     assert len(out.read_text().splitlines()) == 60
     assert (tmp_path / "out.jsonl.errors.jsonl").read_text() == ""
 
@@ -130,10 +122,6 @@ def test_a_second_signal_ends_it_at_once(servers):
 def running_offline(url):
     state = httpx.get(f"{url}/cosched", timeout=30).json()
     return sum(replica["num_running_offline"] for replica in state["replicas"])
-
-
-def environment():
-    return {**os.environ, "PYTHONPATH": SEARCH_PATH}
 
 
 @pytest.fixture

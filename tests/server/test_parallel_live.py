@@ -19,12 +19,6 @@ pytestmark = pytest.mark.server
 LIMITS = ("--max-running-requests", "4", "--chunked-prefill-size", "64")
 
 
-def states_of(server):
-    """Of each replica."""
-    info = httpx.get(f"{server.url}/get_server_info", timeout=30).json()
-    return [state["cosched"] for state in info["internal_states"]]
-
-
 def generate(server, text, *, is_offline, **fields):
     params = {"max_new_tokens": 12, "temperature": 0, "ignore_eos": True}
     body = {"text": text, "sampling_params": params, "priority": -1 if is_offline else 0}
@@ -48,7 +42,7 @@ def check_same_tokens(server, texts, *, times):
 
 def check_both_classes(server):
     check_same_tokens(server, ["hello there " * n for n in range(5, 12)], times=4)
-    counted = states_of(server)
+    counted = server.states()
     assert sum(c["offline_prefill_tokens"] for c in counted) > 0
     assert sum(c["online_prefill_tokens"] for c in counted) > 0
     assert all(c["num_waiting_offline"] == 0 for c in counted)
@@ -71,10 +65,10 @@ def two_ranks(tiny_model, forks):
 
 def test_two_ranks_serve_both_classes_and_evict_the_same(two_ranks):
     check_both_classes(two_ranks)
-    check_metrics(two_ranks.url, states_of(two_ranks)[0])
+    check_metrics(two_ranks.url, two_ranks.states()[0])
     prompts = [f"{n} says hello there " * (30 + 4 * n) for n in range(9)]
     check_same_tokens(two_ranks, prompts, times=3)
-    kv = states_of(two_ranks)[0]["kv"]
+    kv = two_ranks.states()[0]["kv"]
     assert kv["is_watched"]
     assert kv["evicted_online"] + kv["evicted_offline"] > 1000
 
@@ -94,7 +88,7 @@ def test_a_failing_request_is_refused_and_a_leak_drains_the_server(two_ranks):
     tokens, [reply] = send_all("beside", (f"{FAILS}1", 3))
     assert tokens == expected
     assert reply.status_code == 400 and "ZeroDivisionError" in reply.text
-    assert states_of(two_ranks)[0]["failures"] == {"batch": 1}
+    assert two_ranks.states()[0]["failures"] == {"batch": 1}
     assert send("after", 0).status_code == 200
     send(f"{LEAKS}1", 1)
     assert two_ranks.process.wait(60) == EXIT_CODE, two_ranks.log()[-4000:]

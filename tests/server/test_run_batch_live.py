@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-import time
+import os
+import signal
 
 import httpx
 import pytest
 
 from cosched.batch.jsonl.server import free_port
 from cosched.run_batch import main as run_batch
+from tests.batch.api import until
 from tests.request_lines import chat, completion, line
 from tests.server.conftest import is_idle, prefilled
 from tests.serving import TEST_FLAGS
@@ -82,22 +82,16 @@ def test_what_the_server_refuses_is_an_error_of_that_line(job, server):
         assert failure["error"]["message"]
 
 
-def test_an_interrupted_job_frees_the_server_and_goes_on(job, server):
+def test_an_interrupted_job_frees_the_server_and_goes_on(job, server, forks, tmp_path):
     job.write([completion(f"c{n}", max_tokens=40, ignore_eos=True) for n in range(30)])
-    command = [sys.executable, "-m", "cosched.run_batch"]
     options = ("--base-url", server.url, "--via", "lines", "--concurrency", "8")
-    command += job.arguments(*options)
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline_s = time.monotonic() + 120
-    while not job.out.exists() or not job.out.stat().st_size:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
-    process.terminate()
+    command = ("cosched.run_batch", *job.arguments(*options))
+    process = forks.start_module(*command, log=tmp_path / "log")
+    until(lambda: job.out.exists() and job.out.stat().st_size, timeout_s=120)
+    os.kill(process.pid, signal.SIGTERM)
     assert process.wait(timeout=20) == 130
     assert 0 < len(job.answers()) < 30
-    while not is_idle(server):
-        assert time.monotonic() < deadline_s, "the server still works on requests nobody waits for"
-        time.sleep(0.1)
+    until(lambda: is_idle(server))
     job.run(*options)
     assert len(job.answers()) == 30
 

@@ -169,9 +169,7 @@ def test_who_asks_is_told_that_its_target_was_out_of_reach(servers):
             return client.post("/v1/chat/completions", json=fields, headers=headers)
 
         def num_overdue():
-            headers = {"authorization": f"Bearer {GUARDED_ADMIN_KEY}"}
-            info = client.get("/get_server_info", headers=headers).json()
-            return info["internal_states"][0]["cosched"]["late"]["overdue"]
+            return server.states(GUARDED_ADMIN_KEY)[0]["late"]["overdue"]
 
         online, offline = num_overdue()
         assert chat_of(hopeless).headers["x-cosched-late"] == "overdue"
