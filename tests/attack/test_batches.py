@@ -1,5 +1,8 @@
 """Attacks on Files and Batches. The engine is a stand-in: what is attacked is the store, its files
-and its routes. `kill -9` is for scripts/kill_batches."""
+and its routes. `kill -9` is for scripts/kill_batches.
+
+Some are short here, and whole with scripts/attack.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,11 @@ from cosched.errors import ConfigError
 from tests.batch import kills
 from tests.batch.api import Api, line, serving, until
 from tests.batch.stand_in import StandIn
+
+
+@pytest.fixture
+def is_full():
+    return bool(os.environ.get("COSCHED_ATTACK"))
 
 
 def lines_of(count, name="c"):

@@ -63,6 +63,26 @@ def test_chats_are_answered_while_a_batch_is(api, server):
     assert 0 < online < 50 < offline
 
 
+OWN = {"cosched": {"ttft_slo_ms": 1e-9, "tpot_slo_ms": 1e-9, "deadline_s": 1e-9}}
+SIGNS = (
+    {"priority": 2**31 - 1},
+    {"priority": 5, "custom_params": OWN},
+    {"service_tier": "auto", "custom_params": OWN},
+    {"custom_params": {"cosched": {}, "cosched_class": "online", "own": True}},
+    {"state": {"own": True}, "scope": {"state": {"own": True}}},
+)
+
+
+def test_lines_are_offline_whatever_they_say(api, server):
+    before = state_of(server)["online_prefill_tokens"]
+    lines = [chat(f"c{number}", **signs) for number, signs in enumerate(SIGNS)]
+    lines.append(chat("header") | {"headers": {"x-smg-priority": "system"}})
+    done = api.wait(api.create(lines, endpoint=CHAT))
+    records = api.records(done.output_file_id)
+    assert records and {r["response"]["body"]["service_tier"] for r in records} == {"flex"}
+    assert state_of(server)["online_prefill_tokens"] == before
+
+
 def test_lines_that_the_server_refuses_are_errors(api):
     lines = [
         chat("good"),

@@ -1,4 +1,4 @@
-"""The command: run a soak or many, and narrow down what fails.
+"""The command: run a soak or many.
 
 ::
 
@@ -6,7 +6,7 @@
     python -m tests.soak --matrix --hours 1
 
 Prints what happened and, last, one JSON object. Exits with 1 when something failed; the command
-that reproduces it, as little of it as is needed, is printed and in the JSON.
+that runs the episode in which it failed is printed and in the JSON.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from __future__ import annotations
 import cosched.bootstrap  # isort: skip  # noqa: F401  # before sglang
 
 import argparse
+import multiprocessing
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields, replace
+from multiprocessing.connection import Connection
 from typing import Any
 
 from cosched.cli import JsonOption
 from cosched.errors import CoschedError
 from cosched.lab.benchmark.progress import virtual_time_bar
-from tests.soak.narrow import in_child, narrow
-from tests.soak.run import Outcome
+from tests.soak.run import Outcome, run
 from tests.soak.spec import FEATURES, MATRIX, SoakSpec
 
 
@@ -37,7 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog="features:\n" + "\n".join(f"{name}: {text}" for name, text in FEATURES.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    kinds = {"kv_tokens": int, "without": _names, "episodes": _numbers, "requests": _names}
+    kinds = {"kv_tokens": int, "without": _names, "episodes": _numbers}
     for field in fields(SoakSpec):
         flag = "--" + field.name.replace("_", "-")
         if isinstance(field.default, bool):
@@ -49,13 +50,11 @@ def build_parser() -> argparse.ArgumentParser:
     for name, text in SWITCHES.items():
         parser.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, help=text)
     parser.add_argument("--only", type=_names, help="leave out all features but these")
-    parser.set_defaults(narrow=True)
     return parser
 
 
 SWITCHES = {
     "matrix": "all policies, page sizes and switches",
-    "narrow": "after a failure find the features and requests that it takes",
     "quiet": "no progress bar",
 }
 
@@ -97,7 +96,6 @@ def _execute(arguments: argparse.Namespace) -> dict[str, Any]:
                 compute=spec.compute,
                 without=spec.without,
                 episodes=spec.episodes,
-                requests=spec.requests,
             )
             for entry in MATRIX
         ]
@@ -106,41 +104,69 @@ def _execute(arguments: argparse.Namespace) -> dict[str, Any]:
         outcome = _with_progress(one, arguments)
         _report(outcome)
         result = _described(outcome)
-        if outcome.failure is not None and arguments.narrow:
-            narrowed = narrow(outcome)
-            _report(narrowed)
-            result["narrowed"] = _described(narrowed)
         results.append(result)
     num_failed = sum(1 for result in results if result["failure"])
     return {"runs": results, "failed": num_failed}
 
 
+_FORK = multiprocessing.get_context("fork")
+"""What this process has imported need not be imported again; it must not have built an engine."""
+
+
+def in_child(spec: SoakSpec, on_progress: Callable[[float], None]) -> Outcome:
+    """`run` in a process of its own, since a failed engine leaves state behind."""
+    ours, theirs = _FORK.Pipe(duplex=False)
+    child = _FORK.Process(target=_run, args=(theirs, spec))
+    child.start()
+    theirs.close()
+    try:
+        while True:
+            message = ours.recv()
+            if isinstance(message, Outcome):
+                return message
+            on_progress(message)
+    except EOFError:
+        child.join()
+        ending = f"the process ended with exit code {child.exitcode}"
+        return Outcome(spec=spec, failure=ending)
+    finally:
+        child.join()
+
+
+def _run(pipe: Connection[Any, Any], spec: SoakSpec) -> None:
+    pipe.send(run(spec, on_progress=pipe.send))
+
+
 def _with_progress(spec: SoakSpec, arguments: argparse.Namespace) -> Outcome:
     with virtual_time_bar(quiet=arguments.quiet) as bar:
         task = bar.add_task(spec.policy, total=spec.hours * 3600)
-        return in_child(spec, on_progress=lambda now_s: bar.update(task, completed=now_s))
+        return in_child(spec, lambda now_s: bar.update(task, completed=now_s))
 
 
-def _command(spec: SoakSpec) -> str:
+def _command(outcome: Outcome) -> str:
+    """Of a failure: the episode in which it came."""
+    spec = outcome.spec
+    if outcome.failure is not None and outcome.episode is not None:
+        spec = replace(spec, episodes=(outcome.episode,))
     return shlex.join(["scripts/soak", *spec.arguments()])
 
 
 def _report(outcome: Outcome) -> None:
-    print(_command(outcome.spec))
+    print(_command(outcome))
     print(
         f"  {outcome.virtual_s / 3600:.2f} h of virtual time in {outcome.wall_s:.0f} s; "
         + ", ".join(f"{name} {count}" for name, count in outcome.counts.items())
     )
     if outcome.failure is not None:
         print(outcome.trace)
-        print(f"  FAILED in episode {outcome.episode} ({outcome.signature}): {outcome.failure}")
+        print(f"  FAILED in episode {outcome.episode}: {outcome.failure}")
     sys.stdout.flush()
 
 
 def _described(outcome: Outcome) -> dict[str, Any]:
     described = asdict(outcome) | {"spec": outcome.spec.describe()}
-    del described["trace"], described["rids"]
-    return described | {"command": _command(outcome.spec)}
+    del described["trace"]
+    return described | {"command": _command(outcome)}
 
 
 if __name__ == "__main__":

@@ -31,18 +31,14 @@ class Outcome:
     """What became of a soak.
 
     failure    None: it went well; else what broke and in which episode
-    signature  the same for failures of one cause, as far as one can tell
-    rids       of a failed soak: all that was sent
     counts     what happened, for the judgement whether enough did
     """
 
     spec: SoakSpec
     failure: str | None = None
-    signature: str | None = None
     episode: int | None = None
     trace: str = ""
     counts: dict[str, int] = field(default_factory=dict)
-    rids: tuple[str, ...] = ()
     virtual_s: float = 0.0
     wall_s: float = 0.0
 
@@ -68,7 +64,6 @@ class Soak:
         self.counts: Counter[str] = Counter()
         self.episode = -1
         self.asks: dict[str, Ask] = {}
-        self.rids: set[str] = set()
         self.outputs: dict[str, tuple[Ask, list[int], str]] = {}
         self._on_progress = on_progress
         self._traffic = Traffic(spec)
@@ -173,31 +168,24 @@ class Soak:
                     self._push(self.engine.clock.now_s() + seconds, client)
                     return
                 case Send(asks):
+                    self._send(asks)
                     rids = tuple(ask.rid for ask in asks)
-                    missing = set(self._send(asks))
-                    if missing:
-                        self._waiting.append(_Waiting(client, rids, missing))
-                        return
-                    outputs = {rid: [] for rid in rids}
+                    self._waiting.append(_Waiting(client, rids, set(rids)))
+                    return
                 case Post(asks):
                     self._send(asks)
                 case Command():
                     self.counts[action.name] += 1
                     self.engine.command(action)
 
-    def _send(self, asks: Sequence[Ask]) -> list[str]:
-        """The rids of those that are not left out."""
-        chosen = self.spec.requests
-        sent = [ask for ask in asks if chosen is None or ask.rid in chosen]
-        for ask in sent:
+    def _send(self, asks: Sequence[Ask]) -> None:
+        for ask in asks:
             self.asks[ask.rid] = ask
-            self.rids.add(ask.rid)
             self.checks.sent(ask)
             self.engine.send(ask)
             self.counts["sent offline" if ask.offline else "sent online"] += 1
             if ask.abort is not None and ask.abort == ("sent", 0):
                 self._abort(ask, "sent")
-        return [ask.rid for ask in sent]
 
     def _collect(self) -> None:
         """Note what ended, and let those who waited for it go on."""
@@ -220,9 +208,7 @@ class Soak:
             waiting.missing.difference_update(ended)
             if not waiting.missing:
                 self._waiting.remove(waiting)
-                outputs = {
-                    rid: self.outputs[rid][1] if rid in self.outputs else [] for rid in waiting.rids
-                }
+                outputs = {rid: self.outputs[rid][1] for rid in waiting.rids}
                 self._go_on(waiting.client, outputs)
 
     def _abort_at_moments(self) -> None:
@@ -272,11 +258,9 @@ def run(
     return Outcome(
         spec=spec,
         failure=None if failure is None else f"{type(failure).__name__}: {failure}"[:2000],
-        signature=None if failure is None else _signature(failure),
         episode=None if soak is None or failure is None else soak.episode,
         trace="" if failure is None else "".join(traceback.format_exception(failure)),
         counts=dict(sorted(counts.items())),
-        rids=() if soak is None or failure is None else tuple(sorted(soak.rids)),
         virtual_s=0.0 if soak is None else soak.engine.clock.now_s(),
         wall_s=time.perf_counter() - began_s,
     )
@@ -320,12 +304,3 @@ def _engine_counts(engine: SoakEngine) -> Counter[str]:
         for name in ("num_plans", "num_replans", "num_preemptions", "num_engine_refusals"):
             counts[name.removeprefix("num_").replace("_", " ")] = getattr(counters, name)
     return counts
-
-
-def _signature(error: BaseException) -> str:
-    """Type and place; for a failed check the check."""
-    if isinstance(error, SoakFailure):
-        return error.check
-    frames = traceback.extract_tb(error.__traceback__)
-    place = frames[-1]
-    return f"{type(error).__name__} in {Path(place.filename).name}:{place.name}"

@@ -55,7 +55,6 @@ class SoakSpec:
                       contents, adapters' weights and `NEEDS_MODEL`
     without           features left out
     episodes          only these; None: all of the hours
-    requests          only these rids; None: all
     """
 
     seed: int = 0
@@ -74,7 +73,6 @@ class SoakSpec:
     compute: bool = True
     without: tuple[str, ...] = ()
     episodes: tuple[int, ...] | None = None
-    requests: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         policy_entry(self.policy)

@@ -1,5 +1,6 @@
 """The soak itself: short ones of each kind of configuration, and that it finds what is broken."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -99,7 +100,7 @@ def test_a_request_that_gets_nothing_is_found(monkeypatch):
 
     monkeypatch.setattr(engine_module.SoakEngine, "_take_over", never_offline)
     outcome = run(replace(SHORT, policy="sarathi"), num_compared=0)
-    assert outcome.signature in ("stall", "starved"), outcome.trace
+    assert re.search(r"\[(stall|starved)\]", outcome.failure), outcome.trace
 
 
 def test_a_wrong_output_is_found(monkeypatch):
@@ -117,7 +118,7 @@ def test_a_wrong_output_is_found(monkeypatch):
 
     monkeypatch.setattr(engine_module, "_made_up", wrong_once)
     outcome = run(SHORT, num_compared=10_000)
-    assert outcome.signature == "output", outcome.failure
+    assert "[output]" in outcome.failure
 
 
 def test_leaving_out_a_feature_changes_nothing_in_the_others():
@@ -132,7 +133,7 @@ def test_leaving_out_a_feature_changes_nothing_in_the_others():
 
 
 def test_a_specification_is_its_command_line():
-    for spec in (*MATRIX, replace(SHORT, without=("beam", "lora"), requests=("a", "b"))):
+    for spec in (*MATRIX, replace(SHORT, without=("beam", "lora"))):
         arguments = vars(build_parser().parse_args(spec.arguments()))
         fields = SoakSpec.__dataclass_fields__.keys() & arguments.keys()
         assert SoakSpec(**{name: arguments[name] for name in fields}) == spec
