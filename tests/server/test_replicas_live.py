@@ -9,7 +9,7 @@ from tests.batch import postgres, replicas
 
 @pytest.mark.skipif(postgres.programs() is None, reason=postgres.MISSING)
 def test_a_batch_outlives_a_replica_and_chats_go_on(forks, tmp_path):
-    small = {"num_lines": 60, "max_tokens": 30, "num_users": 1, "chats_beside_s": 1.5}
+    small = {"num_lines": 60, "max_tokens": 30, "num_users": 1, "chats_beside_s": 3.0}
     seen = replicas.run(tmp_path / "batches", forks, **small)
     chats = seen["chats"]
     assert not chats["before_the_kill"]["failed"] and not chats["after_the_kill"]["failed"]
