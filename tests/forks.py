@@ -56,13 +56,15 @@ for line in sys.stdin:
     raise SystemExit
 """
 
-# Runs a module as `python -m`. SGLang starts its processes anew, each with an import of its own;
-# here they are forks.
+# Runs a module as `python -m`. The processes that it starts are forks too: SGLang would spawn them
+# and simulations have a fork server, each with an import of its own.
 _MODULE = """
 import multiprocessing, runpy, sys
 
 multiprocessing.set_start_method("fork", force=True)
 multiprocessing.set_start_method = lambda *arguments, **kwargs: None
+fork = multiprocessing.get_context("fork")
+multiprocessing.get_context = lambda method=None: fork
 sys.argv[0] = {module!r}
 runpy.run_module({module!r}, run_name="__main__")
 """

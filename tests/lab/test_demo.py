@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -16,8 +15,8 @@ from cosched.lab.benchmark.own_server import OwnRun
 from cosched.lab.demo import Demo, Measured, draw, main, targets_from
 from cosched.lab.simulation.requests import load_requests
 from cosched.lab.simulation.run import summarize_run
+from tests.batch.api import until
 from tests.lab.metrics.samples import OFFLINE, request
-
 
 
 def spec(name, **options):
@@ -128,11 +127,8 @@ def test_a_short_run_ends_with_numbers_and_a_picture(tmp_path, forked_own_server
 def test_ctrl_c_stops_the_server_too(tmp_path, forks):
     shown = tmp_path / "shown"
     out = ("--out", str(tmp_path / "demo.png"))
-    process = forks.start_module("cosched.lab.demo", *SMALL, *out, log=shown)
-    log = tmp_path / "demo-sarathi.server.log"
-    deadline_s = time.monotonic() + 60
-    while not (log.exists() and log.stat().st_size) and time.monotonic() < deadline_s:
-        time.sleep(0.1)
+    process = forks.start_module("cosched", "demo", *SMALL, *out, log=shown)
+    until(lambda: _children(process.pid), timeout_s=60)
     children = _children(process.pid)
     os.kill(process.pid, signal.SIGINT)
     assert process.wait(timeout=60) == 130

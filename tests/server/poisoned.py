@@ -1,12 +1,12 @@
-"""A policy whose engine fails on requests with certain ids. A server loads it in its scheduler."""
+"""`cosched.launch_server` whose engine fails on requests with certain ids."""
 
-import cosched.bootstrap  # isort: skip  # noqa: F401  # before sglang
+from __future__ import annotations
+
+import cosched.bootstrap  # isort: skip  # noqa: F401  # first
 
 import sys
 
 from sglang.srt.managers.schedule_batch import Req
-
-from cosched.policies import policy_entry
 
 FAILS, LEAKS = "fails-", "leaks-"
 
@@ -22,13 +22,8 @@ def _fail(req, *args, **options):
     return _update(req, *args, **options)
 
 
-class Poisoned:
-    """hygen on an engine that fails on some requests"""
+if __name__ == "__main__":
+    from cosched.launch_server import main
 
-    def __init__(self, settings):
-        self._inner = policy_entry("hygen").make(settings)
-        self.initial = self._inner.initial
-        Req.update_finish_state = _fail
-
-    def plan(self, view, state):
-        return self._inner.plan(view, state)
+    Req.update_finish_state = _fail
+    main(sys.argv[1:])

@@ -57,9 +57,10 @@ def test_two_replicas_serve_both_classes(tiny_model, forks):
 def two_ranks(tiny_model, forks):
     """With memory for a few prompts, and hygen: its plans depend on measured times, which the ranks
     must agree on. The engine fails on some requests."""
-    flags = ("--tp", "2", "--cosched-policy", "tests.server.poisoned:Poisoned", "--enable-metrics")
+    flags = ("--tp", "2", "--cosched-policy", "hygen", "--enable-metrics")
     flags += (*LIMITS, "--max-total-tokens", "1200", "--cosched-drain-s", "5")
-    with start_server(tiny_model, *flags, forks=forks) as server:
+    module = "tests.server.poisoned"
+    with start_server(tiny_model, *flags, module=module, forks=forks) as server:
         yield server
 
 
