@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from cosched_traces.errors import WorkloadError
 from cosched_traces.transform import (
     busiest_window,
+    period_s,
     replay_faster,
     rescale_lengths,
     rescale_think_times,
@@ -16,6 +17,11 @@ from tests.traces.samples import common_prefix, evenly, lengths_of, request, wor
 
 def times(given):
     return [r.arrival_s for r in given.requests]
+
+
+def test_a_workload_that_arrives_at_once_has_no_period():
+    with pytest.raises(WorkloadError, match="arrive at once"):
+        period_s(workload(request("a"), request("b")))
 
 
 def test_a_workload_is_replayed_faster_and_nothing_else_changes():
