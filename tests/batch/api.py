@@ -22,6 +22,10 @@ def line(custom_id, prompt=None, **changes):
     return entry | changes
 
 
+def lines(count, prefix="c"):
+    return [line(f"{prefix}{n}") for n in range(count)]
+
+
 def until(condition, timeout_s=30):
     deadline_s = time.monotonic() + timeout_s
     while not condition():

@@ -17,13 +17,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from cosched.batch.config import BatchesConfig
 from cosched.batch.prometheus import METRICS, Snapshot, exposition
 from cosched.batch.rate import Rate
-from tests.batch.api import Api, line, serving, until
+from tests.batch.api import Api, line, lines, serving, until
 from tests.batch.stand_in import StandIn
 from tests.batch.test_store import batch_of
-
-
-def lines(num, prefix="c"):
-    return [line(f"{prefix}{n}") for n in range(num)]
 
 
 def with_body(custom_id, **fields):

@@ -14,7 +14,7 @@ import pytest
 from cosched.batch.jsonl.errors import JobFileError
 from cosched.batch.jsonl.parquet import ParquetRows
 from cosched.run_batch import main as run_batch
-from tests.batch.api import line
+from tests.batch.api import line, lines
 
 pa = pytest.importorskip("pyarrow", reason="Parquet needs pyarrow (cosched[parquet])")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -36,7 +36,7 @@ def run(api, file):
 
 
 def test_bodies_may_be_structs(api, stand_in):
-    rows = [line(f"c{n}") for n in range(300)]
+    rows = lines(300)
     rows[7]["body"]["stop"] = ["x"]  # which the others have as null
     assert api.outcome(run(api, parquet(rows))) == {f"c{n}": f"to c{n}" for n in range(300)}
     assert len(stand_in.asked) == 300
@@ -84,7 +84,7 @@ def test_files_that_are_no_parquet_are_refused(api, folder):
 @pytest.mark.parametrize("stand_in", [{"max_lines": 5, "max_file_mb": 0.01}], indirect=True)
 def test_limits(api, folder):
     with pytest.raises(openai.BadRequestError, match=r"5 lines .* has 6 rows"):
-        upload(api, parquet([line(f"c{n}") for n in range(6)]))
+        upload(api, parquet(lines(6)))
     # Small as Parquet, where a text is held once, and too large when it is written out.
     rows = [{**line(f"c{n}"), "body": json.dumps({"prompt": "x" * 4000})} for n in range(3)]
     with pytest.raises(openai.APIStatusError, match="as JSONL, row 3 exceeds") as error:
@@ -124,7 +124,7 @@ with open({str(path)!r}, "rb") as file:
 
 
 def test_a_damaged_row_group_is_named_by_the_row_before_it():
-    good, rows = parquet([line("a")]), [line(f"c{n}") for n in range(200)]
+    good, rows = parquet([line("a")]), lines(200)
     assert len(list(ParquetRows(good).lines())) == 1
     content = parquet(rows, row_group_size=100, compression="none", use_dictionary=False)
     metadata = pq.ParquetFile(content).metadata

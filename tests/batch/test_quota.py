@@ -15,12 +15,8 @@ from cosched.batch.errors import ApiError
 from cosched.batch.jsonl import remote
 from cosched.batch.store import BatchStore
 from cosched.run_batch import main as run_batch
-from tests.batch.api import Api, line
+from tests.batch.api import Api, line, lines
 from tests.batch.test_store import asked
-
-
-def lines(count):
-    return [line(f"c{n}") for n in range(count)]
 
 
 def refusal(call):

@@ -11,7 +11,7 @@ from cosched.batch.config import BatchesConfig
 from cosched.batch.jsonl import remote
 from cosched.batch.jsonl.batch_api import BatchApi
 from cosched.run_batch import main
-from tests.batch.api import Api, line, serving
+from tests.batch.api import Api, line, lines, serving
 from tests.batch.stand_in import StandIn
 
 
@@ -30,7 +30,7 @@ class Job:
 
     def __init__(self, folder):
         self.source, self.out = folder / "in.jsonl", folder / "out.jsonl"
-        self.write([line(f"c{n}") for n in range(10)])
+        self.write(lines(10))
 
     def write(self, entries):
         texts = [e if isinstance(e, str) else json.dumps(e) for e in entries]
@@ -172,7 +172,7 @@ def test_overwrite_cancels_the_batches_of_the_earlier_job(api, job, stand_in):
     job.run(api.url, "--detach")
     [old] = api.batches.list().data
     api.wait(old, "in_progress")
-    job.write([line(f"c{n}") for n in range(10)])
+    job.write(lines(10))
     job.run(api.url, "--detach", "--overwrite")
     assert api.wait(old).status == "cancelled"
     stand_in.is_held = False

@@ -13,7 +13,7 @@ import sqlalchemy as sa
 from cosched.batch.config import BatchesConfig
 from cosched.batch.database import servers
 from tests.batch import postgres
-from tests.batch.api import Api, line, serving, until
+from tests.batch.api import Api, lines, serving, until
 from tests.batch.stand_in import StandIn
 from tests.batch.test_store import asked
 
@@ -37,8 +37,8 @@ def cluster():
         yield cluster
 
 
-def lines(count):
-    return [line(f"{n}") for n in range(count)]
+def answers(count):
+    return {f"c{n}": f"to c{n}" for n in range(count)}
 
 
 def listed(url):
@@ -59,7 +59,7 @@ def test_any_server_is_asked_and_all_answer(two):
     file = at_first.upload(lines(1500))
     ended = at_first.wait(at_second.start(file.id))
     outcome = at_second.outcome(ended)
-    assert outcome == {f"{n}": f"to {n}" for n in range(1500)}
+    assert outcome == answers(1500)
     assert first.asked and second.asked
     for api in (at_first, at_second):
         until(lambda at=api.url: listed(at)["cosched"] == {"servers": 2})
@@ -108,7 +108,7 @@ def test_a_server_that_was_found_dead_continues(two, caplog):
         first.is_held = False
         ended = at_first.wait(batch)
     assert "this server sent no heartbeat" in caplog.text
-    assert at_first.outcome(ended) == {f"{n}": f"to {n}" for n in range(900)}
+    assert at_first.outcome(ended) == answers(900)
     assert ended.usage.output_tokens == 2 * 900
 
 
@@ -127,8 +127,7 @@ def test_a_database_that_goes_away_for_a_moment_costs_nothing(two):
             )
     with contextlib.suppress(openai.InternalServerError):  # its connection was cut
         at_first.batches.retrieve(batch.id)
-    outcome = at_first.outcome(at_first.wait(batch))
-    assert outcome == {f"{n}": f"to {n}" for n in range(1500)}
+    assert at_first.outcome(at_first.wait(batch)) == answers(1500)
 
 
 def test_a_stopped_database_is_reported_and_may_come_back(cluster, folder, caplog):
@@ -165,7 +164,7 @@ def test_a_stopped_database_is_reported_and_may_come_back(cluster, folder, caplo
         finally:
             cluster.start()
         outcome = api.outcome(api.wait(batch))
-    assert outcome == {f"{n}": f"to {n}" for n in range(400)}
+    assert outcome == answers(400)
     assert stand_in.asked.total() == 400 and asked_before < 400, "answers were thrown away"
     away = [one for one in caplog.records if "cannot be used now" in one.getMessage()]
     assert 1 <= len(away) <= 2 and "the store is back" in caplog.text

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.batch.api import line, until
+from tests.batch.api import line, lines, until
 from tests.fake_server import Reply, answer
 
 
@@ -20,7 +20,7 @@ def names(count):
 
 
 def write(batch, count, *more):
-    batch.write([*(line(f"a{n}") for n in range(count)), *more])
+    batch.write([*lines(count, "a"), *more])
 
 
 def slowly(delay_s):
@@ -47,7 +47,7 @@ def test_every_line_is_answered_with_as_many_requests_at_a_time_as_allowed(batch
 def test_rows_of_a_parquet_file_are_lines(batch):
     pa = pytest.importorskip("pyarrow", reason="Parquet needs pyarrow (cosched[parquet])")
     parquet = pytest.importorskip("pyarrow.parquet")
-    rows = [line(f"a{n}") for n in range(50)] + [line("a7")]
+    rows = [*lines(50, "a"), line("a7")]
     parquet.write_table(pa.Table.from_pylist(rows), batch.input, row_group_size=7)
     batch.run(code=1)
     assert batch.answered() == names(50)
