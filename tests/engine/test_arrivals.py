@@ -64,30 +64,3 @@ def test_when_it_came_to_the_server_goes_with_a_request_to_the_scheduler(make_en
         "through": pytest.approx(17.5, abs=1e-3),
         "unknown": 0.0,
     }
-
-
-def test_only_who_waited_for_an_iteration_counts_as_come_before_it_was_seen(
-    make_engine, monkeypatch
-):
-    asked = []
-    came_s = Arrivals.came_s
-
-    def noted(self, req, seen_s):
-        asked.append((self._looked_s, came_s(self, req, seen_s), seen_s))
-        return asked[-1][1]
-
-    monkeypatch.setattr(Arrivals, "came_s", noted)
-    engine = make_engine(policy="hygen")
-    engine.submit("first", [5] * 10, max_new_tokens=6)
-
-    def more(iteration):
-        if len(asked) == 1:
-            engine.submit("second", [6] * 10, max_new_tokens=2)
-
-    engine.run_until_idle(on_iteration=more)
-    engine.run_until_idle()  # has nothing to do
-    engine.submit("third", [7] * 10, max_new_tokens=2)
-    engine.run_until_idle()
-    (_, first_s, first_seen_s), (looked_s, second_s, second_seen_s), (_, third_s, seen_s) = asked
-    assert first_s == first_seen_s <= looked_s < second_s < second_seen_s
-    assert third_s == seen_s

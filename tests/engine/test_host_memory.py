@@ -6,7 +6,7 @@ import random
 import pytest
 from sglang.srt.mem_cache.l2_transfer import TransferCompletion
 
-from cosched.core.plan import PreemptMode, SkipReason
+from cosched.core.plan import SkipReason
 from cosched.memory.occupancy import HostOccupancy
 from tests.engine.conftest import assert_drained, outputs, prompt, watch_plans
 
@@ -231,33 +231,6 @@ def test_a_flush_empties_both(make_engine):
     engine.submit("after", prompt(1, 300), max_new_tokens=2)
     engine.run_until_idle()
     assert not kv.core.is_off
-    assert_drained(engine)
-
-
-def test_a_preempted_request_is_copied_and_resumes(make_engine):
-    """In the mode of the plan; its tokens are those of an engine with enough memory."""
-
-    def submit(engine):
-        engine.submit("offline", prompt(1, 250), max_new_tokens=60, priority=-1)
-
-        def more(iteration):
-            if iteration == 20:
-                engine.submit("online", prompt(2, 420), max_new_tokens=20)
-
-        engine.run_until_idle(on_iteration=more)
-        return outputs(engine)
-
-    expected = submit(make_engine(policy="hygen", max_total_tokens=4000))
-    engine = with_host(make_engine)
-    LateTransfers(engine, 2)
-    modes = []
-    watch_plans(engine, after=lambda plan: modes.extend(p.mode for p in plan.preempt))
-    controller = engine.scheduler.cosched
-    assert submit(engine) == expected
-    assert PreemptMode.CHECKPOINT in modes
-    host = controller.kv.occupancy().host
-    assert host.to_host >= 250 and 0 < host.to_device <= 310  # the tail that went
-    assert controller.counters.offline_prefill_tokens < 250 + 30
     assert_drained(engine)
 
 

@@ -64,21 +64,3 @@ def test_what_an_earlier_job_left_in_the_cache_is_used_first(make_engine):
             engine.submit(f"{head}/{i}", tokens, max_new_tokens=1, priority=OFFLINE)
     expected = [f"{head}/{i}" for head in (3, 1, 2) for i in range(3)]
     assert served(engine)[1:] == expected
-
-
-def test_the_head_of_an_online_request_comes_next(make_engine):
-    engine = make_engine(policy="hygen", max_running_requests=2, max_total_tokens=600)
-    for i in range(3):
-        for head in (1, 2, 3, 4):
-            tokens = prompt(head, 150) + prompt(60 + i, 10)
-            engine.submit(f"{head}/{i}", tokens, max_new_tokens=4, priority=OFFLINE)
-
-    def act(iteration):
-        if iteration == 1:
-            engine.submit("chat", prompt(4, 150) + prompt(90, 10), max_new_tokens=4)
-
-    heads = [rid.split("/")[0] for rid in served(engine, act) if rid != "chat"]
-    assert heads.index("4") == 3, "behind the prefix in use, before those not begun"
-    counters = engine.scheduler.cosched.counters
-    # The online request computes the head of the last three.
-    assert counters.offline_prefill_tokens == 3 * 150 + 12 * 10

@@ -90,15 +90,6 @@ def test_nobody_waits_for_an_iteration_of_a_kind_that_was_not_seen():
     assert len(clock.waits) == 1
 
 
-def test_who_has_not_waited_is_not_to_blame_for_a_device_that_has_run_dry():
-    _, device, moment = make()
-    device.launch(predicted_s=0.001, takes_s=0.0)
-    before_s = moment.lead_s
-    moment.wait()
-    moment.launching()
-    assert moment.num_dry == 0 and moment.lead_s <= before_s
-
-
 @pytest.mark.parametrize("predicted_s", [0.05, 0.055, 0.2])
 def test_when_a_device_runs_dry_is_known_while_somebody_waits_and_not_while_a_plan_is_made(
     predicted_s,

@@ -4,7 +4,6 @@ import pytest
 from sglang.srt.environ import envs
 from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 
-from cosched.engine.view_of import num_cached
 from tests.engine.conftest import OFFLINE, assert_drained, outputs, prompt
 
 
@@ -61,38 +60,3 @@ def test_the_cache_can_be_flushed_while_paused_requests_wait(make_engine, overla
         return outputs(engine)
 
     assert run(disturbed=True) == run(disturbed=False)
-
-
-def test_a_request_that_the_engine_retracts_leads_the_pool(make_engine, monkeypatch):
-    """The pool assumes that the KV of a returning request is cached. After a retraction by SGLang
-    its prompt is."""
-    engine = make_engine(policy="hygen")
-    scheduler = engine.scheduler
-    requeue = scheduler._add_request_to_queue
-    seen = []
-    preempted = [0]
-
-    def noted(req, is_retracted=False):
-        requeue(req, is_retracted=is_retracted)
-        num_preemptions = scheduler.cosched.counters.num_preemptions
-        by_engine = num_preemptions == preempted[0]
-        preempted[0] = num_preemptions
-        if req.retraction_count and by_engine and req.output_ids:
-            seen.append((num_cached(scheduler.tree_cache, req.cosched), len(req.origin_input_ids)))
-            assert next(iter(scheduler.cosched.waiting.offline)).rid == req.rid
-
-    monkeypatch.setattr(scheduler, "_add_request_to_queue", noted)
-    for index in range(8):
-        engine.submit(f"r{index}", prompt(index, 20), max_new_tokens=80, priority=OFFLINE)
-
-    def act(iteration):
-        if iteration == 20:
-            engine.send(PauseGenerationReqInput(mode="retract"))
-        if iteration == 22:
-            engine.send(ContinueGenerationReqInput(torch_empty_cache=False))
-
-    engine.run_until_idle(on_iteration=act)
-    assert seen, "nothing was retracted"
-    for cached, num_prompt in seen:
-        assert cached >= num_prompt - 1
-    assert_drained(engine)

@@ -137,14 +137,3 @@ def test_what_is_under_way_ends_when_it_was_predicted_to():
     assert loop.observer.expected_end_s(0.5) == 4.0  # two decodes each, one after the other
     loop.finish(at_s=3.0)
     assert loop.observer.expected_end_s(3.0) == 5.0
-
-
-def test_what_was_launched_after_the_device_was_idle_ends_when_it_was_predicted_to():
-    """The predicted time counts from the end of the iteration before, as the measured one does."""
-    loop = Loop(device="cuda")
-    loop.observer.predict_s = lambda shape: 1.0
-    loop.launch()
-    loop.finish(at_s=1.0)
-    loop.clock.time_s = 1.25  # the host was not ready earlier
-    loop.launch()
-    assert loop.observer.expected_end_s(1.25) == 2.0

@@ -99,27 +99,6 @@ def test_no_more_run_than_the_limit_says(make_engine, policy, stop_running):
     assert_drained(engine)
 
 
-def test_stopping_what_runs_loses_no_token(make_engine):
-    outputs = []
-    for stop in (False, True):
-        engine = make_engine(policy="hygen", overlap=True)
-        submit_offline(engine, 4)
-
-        def watch(iteration, engine=engine, stop=stop):
-            if stop and iteration == 10:
-                send_limits(engine, paused=True, stop_running=True)
-            if stop and iteration == 20:
-                assert running_offline(engine) == 0
-                send_limits(engine)
-
-        count = iter(range(10_000))
-        engine.run(lambda watch=watch, count=count: watch(next(count)) or next(count) > 300)
-        engine.run_until_idle(max_iterations=2000)
-        outputs.append({rid: reply.output_ids for rid, reply in engine.replies.items()})
-    assert outputs[0] == outputs[1]
-    assert all(len(tokens) == 30 for tokens in outputs[1].values())
-
-
 def test_a_full_pool_answers_429_and_takes_stopped_requests_back(make_engine):
     engine = make_engine(policy="hygen", max_running_requests=4, config={"max_offline_waiting": 3})
     send_limits(engine, paused=True)

@@ -81,27 +81,6 @@ def test_penalties_survive_a_preemption(make_engine):
     assert engine.scheduler.cosched.counters.num_preemptions > 1
 
 
-def test_penalties_count_each_token_once_with_pauses_and_overlap(make_engine):
-    """Under overlap a penalty lags by the token in flight, so answers may differ from those without
-    pauses."""
-    engine = make_engine(overlap=True)
-    policy = hold_at_random(engine, seed=3)
-    counted = {}
-
-    def note(iteration):
-        for req in engine.scheduler.running_batch.reqs:
-            counted[req.rid] = (req.cosched.num_penalized, len(req.output_ids))
-
-    answers = penalized_answers(engine, when=note)
-    assert policy.num_held > 20
-    assert all(len(output) == 24 for output in answers.values())
-    # r4 and r9 have no penalty.
-    assert all(
-        known - num <= 2 if int(rid[1:]) % 5 != 4 else num == 0
-        for rid, (num, known) in counted.items()
-    )
-
-
 @pytest.fixture
 def lora_engine(make_engine, tmp_path):
     """An engine with adapters A, B and C. Two fit at once, including the model itself."""
@@ -277,22 +256,6 @@ def test_decodes_find_their_pages_beside_prefills(make_engine, policy, seed):
 
     engine.run_until_idle(on_iteration=act, max_iterations=8000)
     assert_drained(engine)
-
-
-@pytest.mark.parametrize("overlap", [True, False])
-def test_beams_get_the_same_from_a_prompt_in_chunks(make_engine, overlap):
-    answers = []
-    for chunk in (512, 64):
-        engine = make_engine(overlap=overlap, chunked_prefill_size=chunk)
-        fields = {"stream": False, "params": {"beam_width": 2, "n": 1}}
-        submit(engine, "beams", prompt(1, 200), max_new_tokens=5, **fields)
-        for i in range(3):
-            engine.submit(f"off{i}", prompt(2 + i, 150), max_new_tokens=30, priority=OFFLINE)
-        engine.run_until_idle(max_iterations=500)
-        assert engine.replies["beams"].finish_reason == "length"
-        assert_drained(engine)
-        answers.append(outputs(engine))
-    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize("priority", [0, OFFLINE])

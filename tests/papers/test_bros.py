@@ -121,15 +121,6 @@ def test_nobody_steps_aside_who_would_be_late_for_it():
     assert plan.paused == {"calm", "job1"}
 
 
-def test_a_waiting_online_request_does_not_step_aside():
-    chat, job = running("chat", 0.03), running("job", make=offline)
-    view = FakeView(
-        caps=CAPS, running=(chat, job), online=(online("fresh", 60),), mean_iteration_s=0.02
-    )
-    plan, _ = planned(view, Pressure(batch_size=2))
-    assert (plan.prefill, plan.paused) == ({"fresh": 60}, {"job"})
-
-
 def test_what_waits_offline_takes_a_place_with_its_whole_prompt_only():
     view = FakeView(
         caps=CAPS, running=(running("chat"),), offline=(offline("job", 200),), mean_iteration_s=0.01
@@ -140,16 +131,6 @@ def test_what_waits_offline_takes_a_place_with_its_whole_prompt_only():
         replace(view, offline=(offline("long", 500),)), Pressure(batch_size=1)
     )  # 55 ms, and 40 are left
     assert (plan.prefill, plan.paused) == ({}, set())
-
-
-def test_offline_work_leaves_those_that_were_left_out_the_time_they_need():
-    # 20 ms are left to the next token, 15 of which an iteration takes: 5.2 would make it late.
-    chats = (running("a", 0.04), running("b", 0.0399), running("c", 0.03))
-    jobs = tuple(running(f"job{i}", make=offline) for i in range(4))
-    view = FakeView(caps=CAPS, running=(*chats, *jobs), mean_iteration_s=0.0146)
-    plan, _ = planned(view, Pressure(batch_size=2), replaces=False)
-    assert plan.paused == {"c", *(job.rid for job in jobs)}
-    assert plan.limits["offline"] == pytest.approx(0.02 - 0.0146)
 
 
 # 4. Token groups.
@@ -304,23 +285,7 @@ def test_where_nobody_can_sit_out_offline_work_is_only_added():
     assert not plan.paused and 100 < plan.prefill["new"] <= 150
 
 
-def test_one_that_is_about_to_end_decodes_and_counts():
-    jobs = tuple(running(f"job{i}", make=offline) for i in range(3))
-    view = FakeView(caps=CAPS, running=jobs, unholdable={"job2"})
-    plan, _ = planned(view, Pressure(batch_size=1))
-    assert plan.paused == {"job1"}
-
-
 # 11. Memory.
-
-
-def test_an_online_request_without_memory_is_skipped_and_the_others_go_on():
-    hungry = online("hungry", 400, arrival_s=-0.99)
-    chats = tuple(running(f"chat{i}") for i in range(3))
-    view = FakeView(caps=CAPS, total_kv=1200, running=chats, online=(hungry,))
-    plan, after = planned(view)
-    assert plan.skipped["hungry"] is SkipReason.MEMORY_BUDGET and not plan.paused
-    assert after.batch_size == 256
 
 
 def test_offline_work_is_stopped_for_an_online_request_and_none_is_admitted_while_it_waits():
@@ -423,14 +388,6 @@ def test_the_batch_size_doubles_up_to_the_rows_and_starts_anew_after_an_early_re
         sizes.append(state.batch_size)
     assert sizes == [256, 512, 512, 128, 256, 128, 128]
     assert planned(pressed)[0].paused == {"r1", "r2", "r3", "r4"}
-
-
-def test_offline_work_that_lacks_time_is_no_early_return():
-    jobs = tuple(running(f"job{i}", make=offline) for i in range(4))
-    chat = running("chat", 0.0448)
-    view = FakeView(caps=CAPS, running=(chat, *jobs), mean_iteration_s=0.02)
-    plan, after = planned(view)
-    assert plan.paused == {"job1", "job2", "job3"} and after.batch_size == 256
 
 
 # The other names.

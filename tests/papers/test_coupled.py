@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cosched.core.estimates import LengthEstimate
 from cosched.core.plan import PreemptMode, SkipReason
-from cosched.core.request import Slo, Traits
+from cosched.core.request import Slo
 from cosched.core.view import OfflineLimits
 from cosched.papers.ecoserve.coupled import BLOCK, WINDOW, Groups, _Packing
 from cosched.papers.ecoserve.forward_size import LEAST
@@ -220,13 +220,6 @@ def test_prompts_are_whole_or_fill_the_target_forward_size():
     view = view_of(running=crowd, unfinished=view.unfinished, total_kv=10**6)
     view = replace(view, caps=caps(max_chunk_tokens=None))
     assert not plan_of("eco-fastgen", view).prefill and not plan_of("eco-fastgen", view).preempt
-
-
-def test_a_chunk_may_be_as_long_as_the_engine_needs_it():
-    view = view_of(online=(asks("a", 3000),), caps=caps(chunk_align=1024), running=(runs("r"),))
-    assert plan_of("eco-fastgen", view).prefill == {"a": 1024}
-    whole = asks("a", 3000, traits=Traits(can_cut=False))
-    assert plan_of("eco-fastgen", replace(view, online=(whole,))).prefill == {"a": 3000}
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -281,22 +281,6 @@ def test_a_short_output_runs_in_the_second_half_of_a_long_one():
     assert active(plan, view) == {"host"}, "90 tokens and the buffer are more than 100"
 
 
-def test_many_prompts_that_are_too_long_do_not_hide_one_that_fits_a_place():
-    """They come before it."""
-    long = [online(f"p{i}", 30, max_new_tokens=900, slo=LATER) for i in range(60)]
-    short = online("short", 15, max_new_tokens=900, slo=LATER)
-    view = view_of(
-        gt("host", 201),
-        online=[*long, short],
-        lengths={r.rid: 500 for r in long} | {"short": 80},
-        total_kv=20 + 200 + 60,
-    )
-    ordered = replace(PLAIN, ordered=True)
-    assert not planned(view, options=ordered)[0].prefill
-    plan, _ = planned(view, options=replace(ordered, pipeline=True))
-    assert plan.prefill == {"short": 15}
-
-
 def test_online_requests_that_wait_for_tokens_are_no_guests():
     pipeline = replace(PLAIN, pipeline=True)
     host = gt("host", 401, make=online)

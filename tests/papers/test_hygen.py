@@ -82,22 +82,6 @@ def test_an_online_chunk_leaves_some_of_the_slack_that_it_borrows():
     assert 0.6 * slack_s < seconds_of(plan_of(view), view) < 0.9 * slack_s
 
 
-def test_a_late_request_stops_offline_work_but_not_online_prefills():
-    late = running_online(num_tokens=2, first_token_s=0.0)
-    view = FakeView(
-        caps=CAPS,
-        running=(late, decoding(offline("off", 50), 3)),
-        online=[online("new", 2000, arrival_s=0.9)],
-        offline=[offline("waits", 500)],
-        now_s=1.0,
-        start_s=1.0,
-    )
-    plan = plan_of(view)
-    assert plan.paused == {"off"}
-    assert plan.prefill.keys() == {"new"}
-    assert seconds_of(plan, view) == pytest.approx(TPOT_S, rel=0.02)
-
-
 @pytest.mark.parametrize(
     ("total_kv", "limit_s"), [(1000, 0.06), (202, 0.05 * 0.5 / 0.8), (101, 0.0)]
 )
@@ -207,21 +191,6 @@ def test_an_online_prompt_is_cut_where_a_tile_ends_when_there_is_time_and_other_
     )
     num_tokens = plan_of(view, predictor=Stairs()).prefill["late"]
     assert num_tokens == (256 - 10 if is_cut else 300)
-
-
-@pytest.mark.parametrize(("num_decodes", "num_tokens"), [(150, 105), (250, 150)])
-def test_an_online_prompt_is_not_computed_in_crumbs(num_decodes, num_tokens):
-    decodes = [decoding(offline(f"d{i}", 10), 2) for i in range(num_decodes)]
-    view = FakeView(
-        caps=replace(CAPS, max_running_requests=400),
-        running=(running_online(num_tokens=2, first_token_s=0.5), *decodes),
-        online=[online("late", 150, arrival_s=0.9)],
-        offline=[offline("o", 90)],
-        now_s=1.0,
-        start_s=1.0,
-        total_kv=99_999,
-    )
-    assert plan_of(view, predictor=Stairs()).prefill["late"] == num_tokens
 
 
 @pytest.mark.parametrize(("spare_s", "is_longer"), [(0.006, True), (0.0, False), (-0.1, False)])

@@ -49,11 +49,3 @@ def test_the_mode_that_takes_least_time(total, host, load_s, mode):
     builder.preempt(running)
     (stopped,) = builder.build().preempt
     assert stopped.mode is mode
-
-
-def test_only_the_tail_that_goes_counts():
-    """390 of 401 tokens find a place that is free: the rest is computed anew at once."""
-    view, running = view_of(total=791, host=1000, load_s=2e-3)
-    assert preempt_mode(view, running) is PreemptMode.KEEP_KV
-    view, running = view_of(total=791, host=1000, load_s=1e-4)
-    assert preempt_mode(view, running) is PreemptMode.CHECKPOINT

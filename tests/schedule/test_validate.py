@@ -73,14 +73,6 @@ def test_memory_and_slots_are_counted_again():
         validate(plan, FakeView(online=waiting, caps=make_caps(max_chunk_tokens=150)))
 
 
-def test_what_is_stopped_makes_room():
-    view = FakeView(running=(decoding(offline("big", 9_000)),), online=[online("a", 2_000)])
-    admitted = {"a": 400}
-    with pytest.raises(PlanError, match="memory_budget"):
-        validate(Plan(prefill=admitted), view)
-    validate(Plan(prefill=admitted, preempt=(Preemption(rid="big"),)), view)
-
-
 def test_decodes_are_said_not_to_run_beside_a_prefill_that_cannot_be_mixed():
     alone = online("alone", traits=Traits(can_mix=False))
     view = FakeView(running=(RUNNING,), online=[alone], caps=make_caps(partial_decode=True))
@@ -119,19 +111,3 @@ def test_only_what_there_is_can_be_promised(promise, message):
     with pytest.raises(PlanError, match=message):
         validate(Plan(promise=promise), view)
     validate(Plan(promise={"r": 400}), view)
-
-
-def test_what_is_taken_back_makes_room_for_others_in_the_same_plan():
-    running = decoding(online("r", 50, max_new_tokens=400))
-    view = FakeView(
-        caps=make_caps(promises=True),
-        total_kv=500,
-        running=(running,),
-        promises={"r": 400},
-        online=[online("a", 100, max_new_tokens=300)],
-    )
-    with pytest.raises(PlanError, match="no room: a"):
-        validate(Plan(prefill={"a": 100}), view)
-    with pytest.raises(PlanError, match="no room: a"):
-        validate(Plan(prefill={"a": 100}, promise={"r": 100}), view)
-    validate(Plan(prefill={"a": 100}, promise={"r": 100, "a": 200}), view)
