@@ -6,7 +6,7 @@ import importlib
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cosched.core.request import Slo
@@ -59,6 +59,7 @@ def test_no_more_than_the_batch_size_run_and_the_least_urgent_are_held(planned):
     assert (plan.paused, plan.prefill, most) == ({"r0", "r1"}, {}, 6)
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(view=views(), most=st.sampled_from([1, 3, 128]))
 def test_no_plan_is_refused(planned, view, most):
     plan, after = planned(view, most)

@@ -3,7 +3,7 @@
 import sys
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cosched.core.plan import Preemption, PreemptMode, SkipReason
@@ -144,6 +144,7 @@ STEPS = st.sampled_from(
 )
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(views(), st.lists(st.tuples(STEPS, st.integers(0, 9)), max_size=12))
 def test_whatever_is_built_passes_the_check(view, steps):
     """Steps in any order: the plan and its replay on a fresh ledger agree."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cosched.core.request import RequestClass, Slo
@@ -50,7 +50,7 @@ STATES = {
 @pytest.mark.parametrize(
     "family", ["cosched", "hygen", "sarathi", "echo", "bros", "eco-", "ecoserve"]
 )
-@settings(max_examples=150)
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 @given(view=views(), data=st.data())
 def test_no_plan_is_refused_and_no_engine_is_left_idle(family, view, data):
     name = data.draw(st.sampled_from([name for name in MAKERS if name.startswith(family)]))

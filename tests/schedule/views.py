@@ -62,7 +62,7 @@ def views(draw):
     def requests(name, at_most):
         return [request(f"{name}{i}") for i in range(draw(st.integers(0, at_most)))]
 
-    running = tuple(decoding(r, draw(st.integers(1, 5))) for r in requests("run", 8))
+    running = tuple(decoding(r, draw(st.integers(1, 5))) for r in requests("run", 5))
     unfinished = tuple(
         prefilled(r, whole_pages(r.num_prompt_tokens // 2)) for r in requests("part", 1)
     )
@@ -75,8 +75,8 @@ def views(draw):
         total_kv=draw(st.sampled_from([3_008, 6_016, 20_000])),
         running=running,
         unfinished=unfinished,
-        online=tuple(requests("on", 5)),
-        offline=tuple(requests("off", 4)),
+        online=tuple(requests("on", 4)),
+        offline=tuple(requests("off", 3)),
         barred=draw(st.sets(st.sampled_from(["on0", "off0"]))),
         unholdable=draw(st.sets(st.sampled_from(["run0", "run1"]))),
         mean_iteration_s=draw(st.sampled_from([0.0, 0.02])),
