@@ -34,6 +34,9 @@ REFUSED_ARGUMENTS: tuple[tuple[str, Any, str], ...] = (
 )
 """Server argument, the only value that planning policies support, and why."""
 
+_SETTERS = {"attn_dp_size": "enable_dp_attention"}
+"""Of such an argument: another that sets it."""
+
 _WAY_OUT = "use --cosched-policy sglang"
 
 _OTHER_FRONT_ENDS = (
@@ -124,11 +127,14 @@ def _refused(server_args: Any, resolved: Any, config: Config) -> Iterator[str]:
         value = getattr(resolved, name)
         if value == expected or (expected in (False, None) and not value):
             continue
-        if getattr(server_args, name) == value:
+        given, setter = getattr(server_args, name), _SETTERS.get(name)
+        if given and given != expected:  # `value` may be another name of the same
             remedy = f"drop the flag or {_WAY_OUT}"
+        elif setter is not None and getattr(server_args, setter):
+            remedy = f"drop {_flag(setter)} or {_WAY_OUT}"
         else:
             remedy = f"the model or another flag sets it; {_WAY_OUT}"
-        shown = f"{_flag(name)} {value}"
+        shown = _flag(name) if value is True else f"{_flag(name)} {value}"
         yield f"{shown} cannot go with --cosched-policy {config.policy}: {why}; {remedy}"
     yield from _refused_model(server_args, config)
     order, kv = resolved.radix_eviction_policy, config.named_kv()

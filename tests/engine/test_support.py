@@ -29,6 +29,7 @@ EMBEDDING_GEMMA = {
     **SIZES,
 }
 HOST = ["--enable-hierarchical-cache"]
+DRAFT = ["--speculative-draft-model-path", "{folder}"]
 BATCHES = {"batches": {"folder": "/tmp/batches"}}
 
 CASES = {
@@ -41,6 +42,8 @@ CASES = {
     "one pool": (GPT_OSS, ["--disable-hybrid-swa-memory"], {}),
     "stock": (GPT_OSS, ["--disable-radix-cache"], {"policy": "sglang"}),
     "two flags": (QWEN3, ["--disable-radix-cache", "--enable-pdmux"], {"policy": "hygen"}),
+    "DP attention": (QWEN3, ["--tp", "2", "--dp", "2", "--enable-dp-attention"], {}),
+    "an alias": (QWEN3, ["--speculative-algorithm", "nextn", *DRAFT], {}),
     "a model's flag": (EMBEDDING_GEMMA, ["--is-embedding"], {}),
     "host memory": (QWEN3, HOST, {}),
     "host memory, two ranks": (QWEN3, [*HOST, "--tp", "2"], {}),
@@ -86,6 +89,8 @@ def test_a_default_of_the_model_is_not_held_against_the_user(answers):
         ("state space", "keep a state beside the KV"),
         ("sliding window", "give --disable-hybrid-swa-memory"),
         ("encoder", "an encoder generates nothing"),
+        ("DP attention", "drop --enable-dp-attention or use --cosched-policy sglang"),
+        ("an alias", "drop the flag or use --cosched-policy sglang"),
         ("gRPC and batches", "--cosched-batches cannot go with --smg-grpc-mode"),
         ("HTTP workers", "--tokenizer-worker-num 4 cannot go with cosched"),
         ("Rust front end", "SGLANG_RUST_SERVER cannot go with cosched"),
