@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from importlib import import_module, metadata
+from pathlib import Path
 
 import pytest
 from cyclopts import CycloptsError
@@ -82,6 +83,7 @@ def test_a_bad_value_is_refused_by_the_name_of_its_option(app, argument):
             ["bench", "run", "--seeds", "0"],
             '"0" for --seeds. Must be >= 1 (cosched bench run --help',
         ),
+        (["bench", "run", "--settings", " , "], "--settings: ' , ' names nothing"),
         (["bench", "run", "--seeds", "1.5"], "--seeds: '1.5' is not a whole number"),
         (
             ["bench", "run", "--gpu", "H10"],
@@ -100,6 +102,12 @@ def test_a_bad_value_is_refused_by_the_name_of_its_option(app, argument):
 )
 def test_wrong_usage_is_one_sentence(words, said, capsys):
     assert said in refusal(capsys, *words)
+
+
+def test_words_from_elsewhere_are_read_as_options_and_refused_as_wrong_configuration():
+    assert cli.parse(JsonOption, ["--json", "x"]).json == Path("x")
+    with pytest.raises(ConfigError, match="--jsno"):
+        cli.parse(JsonOption, ["--jsno", "x"])
 
 
 def test_checking_a_path_leaves_nothing_behind(tmp_path):
