@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 
 import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched import bench
-from cosched.config import ENV_VAR
 from cosched.errors import ConfigError
 from cosched.lab.page import Key, Page, read_page
-from cosched.lab.simulation.machine import Machine
-from cosched.lab.simulation.run import CostSpec, RunSpec, WorkloadSpec, execute
-from cosched.lab.simulation.setting import setting_of
 from cosched.lab.suite import read_suite, rows_of, suite_names
 from tests.in_process import stay_in_process
 
@@ -236,16 +231,3 @@ def test_unknown_settings_are_refused_by_name(capsys):
             bench.main(command)
         assert ended.value.code == 2
         assert said in capsys.readouterr().err
-
-
-def test_a_run_leaves_the_configuration_of_the_process_as_it_was(monkeypatch):
-    spec = RunSpec(
-        setting=setting_of("hygen"),
-        machine=Machine(kv_tokens=4000),
-        offline=WorkloadSpec(name="bros-offline", num_requests=1),
-        cost=CostSpec(name="roofline"),
-        duration_s=1.0,
-    )
-    monkeypatch.delenv(ENV_VAR, raising=False)
-    assert execute(spec).cosched["policy"] == "hygen"
-    assert ENV_VAR not in os.environ

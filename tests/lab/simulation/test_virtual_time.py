@@ -1,5 +1,6 @@
 """SGLang's scheduler under the virtual clock."""
 
+import os
 import random
 import time
 from collections import Counter
@@ -7,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from cosched.config import ENV_VAR
 from cosched.core.request import Slo
 from cosched.lab.simulation.run import RunSpec, WorkloadSpec, execute, load_requests
 from cosched.lab.simulation.setting import setting_of
@@ -207,6 +209,12 @@ def test_a_job_that_ends_is_held_against_the_bound_beside_its_chat():
     assert alone.work_s == pytest.approx(job.work_s)
     assert 0.6 < alone.work_per_s <= 1.02
     assert alone.bound_per_s == pytest.approx(1, rel=0.01)
+
+
+def test_a_run_leaves_the_configuration_of_the_process_as_it_was(monkeypatch):
+    monkeypatch.delenv(ENV_VAR, raising=False)
+    assert execute(make_spec("hygen", duration_s=1.0)).cosched["policy"] == "hygen"
+    assert ENV_VAR not in os.environ
 
 
 def test_one_workload_may_be_both_online_and_offline():
