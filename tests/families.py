@@ -21,8 +21,8 @@ DATA = tomllib.loads((HERE / "families.toml").read_text())
 _PRETENDED = {"H100": "H100", "H200": "H100", "B200": "B200"}
 """SGLang's arguments tell an H200 from an H100 by its memory only."""
 
-
 _KINDS = {"command": "", "advice": "cosched's advice: ", "old": "old name of a flag: "}
+"""Of the file's commands: what the table adds to the strategy."""
 
 
 class Command(NamedTuple):
