@@ -73,8 +73,6 @@ class Outcome:
     failures: list[str] = field(default_factory=list)
     """What went wrong, and the request as a command line."""
     probes: list[Probe] = field(default_factory=list)
-    lag_s: float = 0.0
-    """Most that this process itself was late to send a probe."""
     took_s: float = 0.0
     """Of all requests, without the start of the server and the checks at the end."""
     probe_failures: list[str] = field(default_factory=list)
@@ -92,12 +90,10 @@ class Fuzz:
         cases: Sequence[Case],
         *,
         concurrency: int,
-        model: str,
     ) -> None:
         self.url = url
         self.cases = cases
         self.concurrency = concurrency
-        self.model = model
         self.outcome = Outcome()
         self.dead = False
         self.in_flight: dict[int, Case] = {}
@@ -178,12 +174,10 @@ class Fuzz:
         """Send a user's chat every `PROBE_EVERY_S`, also while earlier ones wait for an answer."""
         probes = [asyncio.create_task(self._probe(client))]
         while not self.dead:
-            due_s = time.perf_counter() + PROBE_EVERY_S
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(done.wait(), PROBE_EVERY_S)
             if done.is_set():
                 break
-            self.outcome.lag_s = max(self.outcome.lag_s, time.perf_counter() - due_s)
             probes.append(asyncio.create_task(self._probe(client)))
         await asyncio.gather(*probes)
 
@@ -192,7 +186,7 @@ class Fuzz:
         under_way = tuple(self.in_flight)
         number = int(sent_s * 1e6)
         messages = [{"role": "user", "content": f"{number} is a number. Name another."}]
-        body = {"model": self.model, "messages": messages, "max_tokens": 4, "ignore_eos": True}
+        body = {"model": SERVED_MODEL, "messages": messages, "max_tokens": 4, "ignore_eos": True}
         try:
             answer = await client.post("/v1/chat/completions", json=body, timeout=CASE_TIMEOUT_S)
             num_tokens = answer.json()["usage"]["completion_tokens"]
@@ -331,18 +325,7 @@ def fuzzed_server(args: argparse.Namespace, forks: Forks | None = None) -> Itera
             yield server
 
 
-def tracebacks(log: str) -> Counter[str]:
-    """Last lines of the tracebacks in a log."""
-    found: Counter[str] = Counter()
-    for block in log.split("Traceback (most recent call last):")[1:]:
-        lines = (re.sub(r"^\[[^]]*\] ", "", line) for line in block.splitlines()[1:])
-        found[
-            next((line[:160] for line in lines if re.match(r"[\w.]+(Error|Exception)", line)), "?")
-        ] += 1
-    return found
-
-
-def report(console: Console, args: argparse.Namespace, outcome: Outcome, log: str) -> bool:
+def report(console: Console, args: argparse.Namespace, outcome: Outcome) -> bool:
     """Print what was found; whether all went well."""
     if outcome.failures:
         console.print(f"\n{len(outcome.failures)} failures", style="bold red")
@@ -350,9 +333,6 @@ def report(console: Console, args: argparse.Namespace, outcome: Outcome, log: st
         console.print(f"* {failure}", markup=False, highlight=False)
     for failure in outcome.probe_failures[:10]:
         console.print(f"* the probe: {failure}", style="red", markup=False)
-    found = tracebacks(log)
-    for line, count in found.most_common():
-        console.print(f"{count:4} traceback(s) in the log: {line}", markup=False, highlight=False)
     probe_s = sorted(probe.took_s for probe in outcome.probes) or [0.0]
     slow = [probe for probe in outcome.probes if probe.took_s > args.probe_limit]
     for probe in slow[:20]:
@@ -378,10 +358,8 @@ def report(console: Console, args: argparse.Namespace, outcome: Outcome, log: st
             "p99": round(probe_s[len(probe_s) * 99 // 100] * 1e3, 1),
             "max": round(probe_s[-1] * 1e3, 1),
         },
-        "client_lag_ms": round(outcome.lag_s * 1e3, 1),
         "statuses": dict(sorted(outcome.statuses.items())),
         "known": dict(outcome.known),
-        "tracebacks": dict(found),
     }
     print(json.dumps(result), flush=True)
     return ok
@@ -405,12 +383,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         with contextlib.ExitStack() as stack:
             server = None if args.url else stack.enter_context(fuzzed_server(args))
-            fuzz = Fuzz(
-                args.url or server.url,
-                cases,
-                concurrency=args.concurrency,
-                model=SERVED_MODEL,
-            )
+            url = args.url or server.url
+            fuzz = Fuzz(url, cases, concurrency=args.concurrency)
             asyncio.run(fuzz.run())
             log = server.log() if server else ""
     except ServerError as error:
@@ -418,8 +392,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if fuzz.dead:
         under_way = "\n".join(case.shown() for case in fuzz.in_flight.values())
         fuzz.outcome.fail(f"the server is gone; under way were\n{under_way}")
+    if not report(console, args, fuzz.outcome):
         console.print("\n".join(log.splitlines()[-60:]), markup=False, highlight=False)
-    if not report(console, args, fuzz.outcome, log):
         raise SystemExit(1)
 
 
