@@ -92,7 +92,8 @@ def test_sigterm_lets_chats_finish_within_the_bound_and_a_batch_go(
             assert server.process.wait(WITHIN_S) == 0
             assert running.poll() is None, "the job waits for the server to come back"
         finally:
-            os.kill(running.pid, signal.SIGTERM)
+            if running.poll() is None:
+                os.kill(running.pid, signal.SIGTERM)
             running.wait(30)
         log = server.log()[logged:]
         assert f"online ones may take {SHARED_DRAIN_S} s, offline requests are aborted" in log
