@@ -141,7 +141,6 @@ class FakeView:
     predictor: Predictor = field(default_factory=Linear)
     ended: Sequence[Ended] = ()
     unholdable: Collection[str] = ()
-    loss_per_token_s: float = 0.0
     recompute_debt_s: float = 0.0
     tolerance_headroom: ToleranceHeadroom | None = None
     kept: int = 0
@@ -224,9 +223,6 @@ class FakeView:
 
     def match(self, request: Request) -> Match:
         return self.cached.get(request.rid, Match(cached=0, evictable=0))
-
-    def eviction_loss_s(self, num_tokens: int) -> float:
-        return max(num_tokens, 0) * self.loss_per_token_s
 
     def reserve_of(self, request: Request) -> int:
         if any(request.rid == r.rid for r in self.unfinished):

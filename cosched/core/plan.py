@@ -33,7 +33,7 @@ class SkipReason(Enum):
     decodes_due (the last iteration left the decodes out), engine_refused (it is backing off),
     restoring (its KV is being copied from host memory).
     The policy's: latency_budget (time), batch_size (requests at once), rate_limit (requests per
-    second), online_reserve, eviction_loss and recompute_debt (KV memory; docs/kv_memory.md).
+    second), online_reserve and recompute_debt (KV memory; docs/kv_memory.md).
     The operator's: operator_limit.
     """
 
@@ -50,7 +50,6 @@ class SkipReason(Enum):
     ENGINE_REFUSED = "engine_refused"
     RESTORING = "restoring"
     ONLINE_RESERVE = "online_reserve"
-    EVICTION_LOSS = "eviction_loss"
     RECOMPUTE_DEBT = "recompute_debt"
 
 

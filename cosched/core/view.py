@@ -345,12 +345,6 @@ class View(Protocol):
         """The cached head of a waiting request. O(depth). Does not change what is evicted next."""
         ...
 
-    def eviction_loss_s(self, num_tokens: int) -> float:
-        """Expected cost of evicting `num_tokens` evictable tokens: device time to recompute them,
-        weighed higher where an online request would miss its target [s]; 0.0 if unknown. O(nodes
-        evicted), once per plan."""
-        ...
-
     @property
     def recompute_debt_s(self) -> float:
         """Device time spent on recomputing preempted requests beyond its budget [s]; 0.0: within

@@ -8,8 +8,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from cosched.config import Config
 from cosched.core.batch import BatchTotals
 from cosched.engine import port
@@ -166,8 +164,7 @@ def _controller(
     if _evicts(scheduler, config):
         kv = KvManager(
             scheduler,
-            # A loss in seconds can be weighed where seconds are predicted.
-            named_kv if entry.timed else msgspec.structs.replace(named_kv, admission=False),
+            named_kv,
             pool=lambda: waiting.offline,
             online=waiting.online,
             ttft_s=settings.slo.ttft_s,

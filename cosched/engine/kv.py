@@ -374,12 +374,6 @@ class KvManager:
 
     # --- What a view asks ---
 
-    def loss_s(self, num_tokens: int) -> float:
-        """Expected cost of evicting that many tokens [s]."""
-        if num_tokens <= 0 or not self.config.admission:
-            return 0.0
-        return self.leaves.loss_s(num_tokens)
-
     @property
     def online_reservation(self) -> int:
         """Tokens that are reserved for online requests (`KvState.kept`)."""

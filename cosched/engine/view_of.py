@@ -182,9 +182,6 @@ class SchedulerView:
         assert isinstance(request, TrackedRequest), f"{type(request)=}"
         return request.promised
 
-    def eviction_loss_s(self, num_tokens: int) -> float:
-        return 0.0 if self._kv is None else self._kv.loss_s(num_tokens)
-
     def reserve_of(self, request: Request) -> int:
         if request in self.unfinished:
             return 0

@@ -29,8 +29,6 @@ class KvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                     as published
     deviations      of their demand above its mean that are kept
     window_s        over which the demand is looked at [s]
-    admission       an offline request is not admitted while what it would evict has more value than
-                    what it computes
     recompute_share share of the device's time that may go into recomputing after preemptions;
                     beyond it no offline request is admitted beside one that runs
     late_weight     how much more a second weighs that makes an online request miss its target
@@ -46,7 +44,6 @@ class KvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     reservation: str = "cosched"
     deviations: float = 2.0
     window_s: float = 300.0
-    admission: bool = True
     recompute_share: float = 0.25
     late_weight: float = 4.0
     horizon_s: float = 120.0

@@ -1,4 +1,4 @@
-"""Order of eviction: which of the evictable leaves goes first, and what its loss costs.
+"""Order of eviction: which of the evictable leaves goes first.
 
 The *order* says which leaf goes first; each published order is one. The *value* says what that
 costs (`cosched.memory.value`), in seconds of the device. The order ``value`` evicts the least value
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import heapq
 import math
-from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Literal, NamedTuple, Protocol
@@ -21,9 +20,6 @@ from cosched.memory.value import KvValue
 
 
 class EvictionOrder(Protocol):
-    is_value: bool
-    """Its numbers are those of `KvValue`."""
-
     def __call__(self, node: KvNode, now_s: float) -> float:
         """Nodes of smaller numbers go first; of equal ones the least recently used."""
         ...
@@ -34,8 +30,6 @@ class EvictionOrder(Protocol):
 class EchoOrder:
     """Echo §4.2: offline KV with future references, by their number, above finished online KV
     (0.5), above offline KV without (0). Running requests hold theirs."""
-
-    is_value = False
 
     def __init__(self, value: KvValue) -> None:
         pass
@@ -51,8 +45,6 @@ class EchoOrder:
 class ValueOrder:
     """The least value per token goes first."""
 
-    is_value = True
-
     def __init__(self, value: KvValue) -> None:
         self._value = value
         self.next_change_s = value.next_change_s
@@ -64,8 +56,6 @@ class ValueOrder:
 class CopyOrder:
     """Copies in host memory: of what is expected to be lost with them, the least goes first. What
     stays on the device has no need of one."""
-
-    is_value = False
 
     def __init__(self, value: KvValue) -> None:
         self._value = value
@@ -82,10 +72,6 @@ ORDERS: Mapping[str, type[ValueOrder] | type[EchoOrder]] = {
     "echo": EchoOrder,
 }
 
-
-_KEPT_S, _PARTS = 2.0, 64
-"""How long the rank of an inner node is kept [s], since costs and chances are learned all the time:
-up to twice that, in `_PARTS` steps, or all would be computed again in the same plan."""
 
 _REFRESHED = 4
 """Leaves whose rank is computed again with each plan, whether or not they have changed."""
@@ -117,15 +103,12 @@ class Leaves:
         self._timers: list[tuple[float, int]] = []
         self._wakes_s: dict[int, float] = {}
         """Of each leaf, its one timer that counts."""
-        self.curve: LossCurve | None = None
-        """Of the leaves as they are; None when they have changed."""
 
     def __len__(self) -> int:
         return len(self._sorted)
 
     def add(self, node: KvNode) -> None:
         """It can be evicted now, and could not before."""
-        self.curve = None
         rank = self._rank(node)
         setattr(node, self._slot, rank)
         self._nodes[node.node_id] = node
@@ -134,7 +117,6 @@ class Leaves:
 
     def discard(self, node: KvNode) -> None:
         """It cannot be any more, or it is gone."""
-        self.curve = None
         self._sorted.remove(getattr(node, self._slot))
         del self._nodes[node.node_id]
         self._wakes_s.pop(node.node_id, None)
@@ -145,7 +127,6 @@ class Leaves:
         rank = self._rank(node)
         before = getattr(node, self._slot)
         if rank != before:
-            self.curve = None
             self._sorted.remove(before)
             self._sorted.add(rank)
             setattr(node, self._slot, rank)
@@ -174,7 +155,7 @@ class Leaves:
     def sorted_nodes(self) -> Iterator[KvNode]:
         """As they are, in the order of eviction. Valid until a change."""
         for rank in self._sorted:
-            yield rank[4]
+            yield rank[3]
 
     def next_to_go(self, num_tokens: int) -> list[Eviction]:
         """The nodes to evict for `num_tokens`."""
@@ -189,9 +170,9 @@ class Leaves:
     def in_order(self) -> Iterator[KvNode]:
         """Leaves and what becomes a leaf when they go, in the order of eviction. Valid until a
         change."""
-        return (rank[4] for rank in self.ranks())
+        return (rank[3] for rank in self._ranks())
 
-    def ranks(self) -> Iterator[Rank]:
+    def _ranks(self) -> Iterator[Rank]:
         """Of the same."""
         left: dict[int, int] = {}
         freed: list[Rank] = []
@@ -200,7 +181,7 @@ class Leaves:
                 yield self._evict_freed(left, freed)
             yield rank
             # Most of what goes is below what is held, or below a root: nothing else is looked at.
-            parent = rank[5]
+            parent = rank[4]
             if parent is not None and not parent.num_holds:
                 self._free(parent, left, freed)
         while freed:
@@ -208,7 +189,7 @@ class Leaves:
 
     def _evict_freed(self, left: dict[int, int], freed: list[Rank]) -> Rank:
         rank = heapq.heappop(freed)
-        parent = rank[5]
+        parent = rank[4]
         if parent is not None and not parent.num_holds:
             self._free(parent, left, freed)
         return rank
@@ -218,34 +199,7 @@ class Leaves:
         num_left = left.get(parent.node_id, parent.num_below) - 1
         left[parent.node_id] = num_left
         if not num_left:
-            heapq.heappush(freed, self._freed_rank(parent))
-
-    def _freed_rank(self, node: KvNode) -> Rank:
-        """Kept for a while, as the ranks of leaves are: of many leaves the prompt hangs above."""
-        if node.freed is None or node.freed[1] <= self.now_s:
-            most_s = self.now_s + _KEPT_S * (1 + node.node_id % _PARTS / _PARTS)
-            until_s = min(self._order.next_change_s(node, self.now_s), most_s)
-            node.freed = self._rank(node), until_s
-        return node.freed[0]
-
-    def loss_s(self, num_tokens: int) -> float:
-        """What evicting `num_tokens` costs, by `KvValue` [s]; what all cost where there are
-        fewer."""
-        if self.curve is None:
-            self.curve = LossCurve(self)
-        return self.curve.seconds(num_tokens)
-
-    def cost_of(self, rank: Rank) -> float:
-        """Expected loss with each of its tokens [s]."""
-        value = self.value
-        if self._order.is_value and not value.has_host:
-            return rank[0] * value.costs.unit_s
-        node = rank[4]
-        cost = rank[0] if self._order.is_value else value(node, self.now_s)
-        if not node.on_host:
-            # It is copied first where that costs less.
-            cost -= max(value.gain_of_copying(node, self.now_s), 0.0)
-        return cost * value.costs.unit_s
+            heapq.heappush(freed, self._rank(parent))
 
     def _rank(self, node: KvNode) -> Rank:
         parent = node.parent
@@ -254,7 +208,6 @@ class Leaves:
             self._order(node, self.now_s),
             node.last_use,
             node.node_id,
-            node.num_tokens,
             node,
             None if parent.parent is None else parent,
         )
@@ -264,29 +217,3 @@ class Leaves:
         if at_s < math.inf and self._wakes_s.get(node.node_id) != at_s:
             self._wakes_s[node.node_id] = at_s
             heapq.heappush(self._timers, (at_s, node.node_id))
-
-
-class LossCurve:
-    """Tokens evicted -> seconds lost, computed as far as it is asked for."""
-
-    def __init__(self, leaves: Leaves) -> None:
-        self._leaves = leaves
-        self._order = leaves.ranks()
-        self._tokens = [0]
-        self._seconds = [0.0]
-
-    def seconds(self, num_tokens: int) -> float:
-        tokens, seconds, cost_of = self._tokens, self._seconds, self._leaves.cost_of
-        while tokens[-1] < num_tokens:
-            found = next(self._order, None)
-            if found is None:
-                return seconds[-1]
-            num_more = found[3]
-            tokens.append(tokens[-1] + num_more)
-            seconds.append(seconds[-1] + num_more * cost_of(found))
-        # The part of the last node is lost as a part: what is cut is its tail.
-        index = bisect_left(tokens, num_tokens)
-        if index == 0:
-            return 0.0
-        share = (num_tokens - tokens[index - 1]) / (tokens[index] - tokens[index - 1])
-        return seconds[index - 1] + share * (seconds[index] - seconds[index - 1])

@@ -32,10 +32,9 @@ class Visit(NamedTuple):
     ttft_s: float | None
 
 
-Rank: TypeAlias = tuple[float, int, int, int, "KvNode", "KvNode | None"]
-"""Place of a node in an order of eviction: its value there, its last use, its number; then, so that
-many ranks are read without their nodes, its tokens, itself, and the node above it (None: a root).
-Numbers are unique, so the rest orders nothing."""
+Rank: TypeAlias = tuple[float, int, int, "KvNode", "KvNode | None"]
+"""Place of a node in an order of eviction: its value there, its last use, its number; then the node
+and the one above it (None: a root). Numbers are unique, so these order nothing."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -58,8 +57,6 @@ class KvNode:
     namespace   of a root: requests of others share nothing with it
     rank        where it stands in the order of eviction; None: it cannot be evicted now
     host_rank   the same of its copy in host memory
-    freed       where it will stand when all below it has gone, and until when that is so [s]; None:
-                not computed since it changed
     """
 
     node_id: int
@@ -80,7 +77,6 @@ class KvNode:
     namespace: Hashable = None
     rank: Rank | None = None
     host_rank: Rank | None = None
-    freed: tuple[Rank, float] | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -277,7 +277,6 @@ class KvTree:
 
     def _changed(self, node: KvNode) -> None:
         """Something about it that its place may depend on."""
-        node.freed = None
         if node.rank is not None:
             self._leaves.changed(node)
         if node.host_rank is not None and self._copies is not None:

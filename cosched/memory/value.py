@@ -47,18 +47,13 @@ class RecomputeCosts:
         """Seconds for one token with `depth` tokens before it."""
         return self._per_token[min(depth // self._STEP, self._NUM_STEPS - 1)]
 
-    @property
-    def unit_s(self) -> float:
-        """Seconds for one token with none before it."""
-        return self._per_token[0]
-
     def to_units(self, seconds: float) -> float:
         """Seconds in costs of a token with none before it; 0.0 where that is not known."""
         unit_s = self._per_token[0]
         return seconds / unit_s if unit_s else 0.0
 
     def relative(self, depth: int) -> float:
-        """`per_token` by `unit_s`: learning how fast the device is hardly changes it."""
+        """`per_token`, relative to depth 0: learning how fast the device is hardly changes it."""
         unit_s = self._per_token[0]
         return self.per_token(depth) / unit_s if unit_s else 1.0
 
@@ -76,7 +71,7 @@ class RecomputeCosts:
 
 class KvValue:
     """Value of a node: the cost per token that is expected if it is evicted, in costs of a token
-    with none before it (`RecomputeCosts.unit_s`).
+    with none before it.
 
     *Offline*: the waiting requests that need it are known. Requests that share a prefix run one
     after the other, so what is evicted is recomputed once; each further request makes it more

@@ -18,7 +18,6 @@ from cosched.schedule.phases import (
     admission_tokens,
     follow,
     has_time,
-    is_worth_its_place,
     must_wait,
     offline_admissions_left,
 )
@@ -126,8 +125,6 @@ class _Search:
             if at_most <= 0
             else ledger.refusal(request, match, at_most=at_most)
         )
-        if reason is None and not is_worth_its_place(builder, request, match):
-            reason = SkipReason.EVICTION_LOSS
         if reason is not None:
             builder.skip(request, reason)
             return None

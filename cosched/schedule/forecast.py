@@ -73,17 +73,6 @@ class KvForecast:
         load = self._with(self._new(request, match))
         return self._beyond(load, _DEVIATIONS[request.request_class])
 
-    @property
-    def spare(self) -> int:
-        """KV tokens that no request uses or is expected to use, without the prefix cache; may be
-        negative."""
-        beyond = self._beyond(self._ahead(), _DEVIATIONS[RequestClass.OFFLINE])
-        return -beyond - self._view.kv.evictable
-
-    def output(self, request: Request) -> int:
-        """KV tokens of its whole output, by the upper estimate."""
-        return self._view.length(request).upper * request.traits.num_rows
-
     def add(self, request: Request, match: Match) -> None:
         """A waiting request is admitted."""
         self._look()

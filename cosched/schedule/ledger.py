@@ -35,7 +35,6 @@ class Ledger:
         "_num_admitted",
         "_num_prefills",
         "_running",
-        "_spare",
         "_stopped",
         "_view",
         "available",
@@ -77,7 +76,6 @@ class Ledger:
         None: any number, as for the first one, or a large request would never run."""
         if kv.kept and kv.offline_held and _runs_offline(view):
             self.offline_headroom = kv.total - kv.kept - kv.offline_held
-        self._spare = kv.free - kv.reserved - sum(map(num_tokens_left, view.unfinished))
         self.slots = view.free_slots
         """Requests that may still be admitted."""
         self._free_slots = self.slots
@@ -105,12 +103,6 @@ class Ledger:
         if self._forecast is not None:
             other._forecast = self._forecast.fork()
         return other
-
-    @property
-    def spare(self) -> int:
-        """KV tokens that no request uses or is expected to use; beyond them new requests cause
-        evictions. Negative if KV must be evicted already."""
-        return self._spare if self._forecast is None else self._forecast.spare
 
     def seconds(self) -> float:
         """Predicted time of the iteration [s]."""
@@ -255,7 +247,6 @@ class Ledger:
         self.slots -= request.traits.num_rows
         self.headroom -= match.evictable + match.host
         self.available -= match.evictable + match.host
-        self._spare -= self.need(request, match)
         if self._forecast is not None:
             self._forecast.add(request, match)
             self.promises[request.rid] = request.num_output_tokens
@@ -310,9 +301,7 @@ class Ledger:
         """Set KV aside for `num_tokens` output tokens of a request, generated ones included, from
         now on, in place of the engine's rule or an earlier promise. `headroom` may become
         negative."""
-        price = self.price(request, num_tokens)
-        self.headroom -= price
-        self._spare -= price
+        self.headroom -= self.price(request, num_tokens)
         self.promises[request.rid] = num_tokens
 
     def price(self, request: Request, num_tokens: int) -> int:
@@ -348,11 +337,9 @@ class Ledger:
         self._stopped |= {request.rid}
         self.headroom += gain + reserve
         self.available += gain
-        is_unfinished = any(r.rid == request.rid for r in self._view.unfinished)
-        num_left = num_tokens_left(request) if is_unfinished else 0
-        self._spare += reserve + num_left
         if self._forecast is not None:
-            self._forecast.drop(request, num_left)
+            is_unfinished = any(r.rid == request.rid for r in self._view.unfinished)
+            self._forecast.drop(request, num_tokens_left(request) if is_unfinished else 0)
         if request.request_class is RequestClass.OFFLINE:
             self._charge_offline(-gain)
         if self._adapters is not None:
@@ -403,13 +390,6 @@ class Ledger:
             # Its whole output, also after a preemption: the engine subtracts generated tokens when
             # it asks for memory, not when it takes it.
             self.headroom -= min(self._most_output(request), caps.max_reserved_tokens)
-
-    def need(self, request: Request, match: Match) -> int:
-        """KV tokens that a waiting request adds: its uncached prompt and its output."""
-        output = self._reserve(request)
-        if self._forecast is not None:
-            output = self._forecast.output(request)
-        return num_tokens_of(request) - match.cached + match.host + output
 
     def _new_tokens(self, request: Request, match: Match) -> int:
         """KV tokens of its prompt that no request holds."""

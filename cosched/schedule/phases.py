@@ -19,7 +19,6 @@ from itertools import islice
 from operator import attrgetter
 from typing import Any, Protocol
 
-from cosched.core.batch import BatchTotals
 from cosched.core.plan import SkipReason
 from cosched.core.request import Request, RequestClass, num_tokens_of
 from cosched.core.view import Decodes, Match, OfflineOrder, View
@@ -102,9 +101,6 @@ def admit_in_order(
             builder.skip(request, SkipReason.LATENCY_BUDGET)
             break
         match = builder.view.match(request)
-        if not is_worth_its_place(builder, request, match):
-            builder.skip(request, SkipReason.EVICTION_LOSS)
-            break
         if not builder.admit(request, match, admission_tokens(builder, pace, request, match)):
             break
         num_admitted += 1
@@ -391,43 +387,6 @@ def num_offline_running(builder: PlanBuilder) -> int:
     return len(builder.running_of(RequestClass.OFFLINE).requests) + num_unfinished
 
 
-def is_worth_its_place(builder: PlanBuilder, request: Request, match: Match) -> bool:
-    """True if the value of an offline request exceeds the cost of what is evicted for it (Echo
-    §4.1: benefit and punishment, both in device time).
-
-    Its value is the prefill of what is not cached and its share of the decodes to come. On an idle
-    device it is always admitted: otherwise it might wait for ever for KV that nothing uses.
-    """
-    if not builder.runs_anything():
-        return True
-    view, missing = builder.view, -builder.ledger.spare
-    after = missing + builder.ledger.need(request, match)
-    if after <= 0:
-        return True
-    # Its own cached prefix is not evicted; other KV is, in its place.
-    loss_s = view.eviction_loss_s(after + match.evictable)
-    for num_tokens in (missing, match.evictable):
-        loss_s -= view.eviction_loss_s(num_tokens) if num_tokens > 0 else 0.0
-    if loss_s <= 0:
-        return True
-    totals = BatchTotals()
-    totals.add_prefill(max(num_tokens_of(request) - match.cached, 1), match.cached)
-    gain_s = view.predictor.predict_s(totals)
-    gain_s += output_token_s(view, request, match) * view.length(request).median
-    return loss_s <= gain_s
-
-
-def output_token_s(view: View, request: Request, match: Match) -> float:
-    """Time of one output token of a waiting request, as a share of the decodes of an iteration [s].
-    A cached prefix that the engine reads once counts by a share: others read it too."""
-    context = num_tokens_of(request)
-    if view.caps.shared_prefix:
-        context -= match.cached - match.cached // _DECODES_AT_ONCE
-    decodes = BatchTotals()
-    decodes.add_decodes([context] * _DECODES_AT_ONCE)
-    return view.predictor.predict_s(decodes) / _DECODES_AT_ONCE
-
-
 def has_time(builder: PlanBuilder, pace: Pace) -> bool:
     """False: no offline prefill fits, so the cache need not be searched (the most expensive part of
     a plan)."""
@@ -480,9 +439,6 @@ def _least(builder: PlanBuilder, request: Request, remaining: int) -> int:
         return remaining
     return min(remaining, max(_LEAST_PROGRESS, builder.view.caps.chunk_unit))
 
-
-_DECODES_AT_ONCE = 32
-"""Requests that usually decode together and share the time of an iteration."""
 
 _BESIDE_PART = 4
 """One in this many tokens of an unfinished online prefill's chunk may go to waiting requests."""

@@ -139,7 +139,7 @@ def with_host(make_engine, *, kv=None, **flags):
     flags = {"hicache_write_policy": "write_back", "hicache_ratio": 3, **flags}
     return make_engine(
         policy="hygen",
-        config={"kv": {"reserve": False, "admission": False, **(kv or {})}},
+        config={"kv": {"reserve": False, **(kv or {})}},
         max_total_tokens=600,
         **HOST,
         **flags,

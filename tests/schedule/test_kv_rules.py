@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 
@@ -75,61 +75,3 @@ def test_stopping_an_offline_request_gives_its_part_back():
     assert not builder.admit(request, view.match(request), 3000)
     builder.preempt(view.running[0])
     assert builder.admit(request, view.match(request), 3000)
-
-
-TIGHT = {"total_kv": 5100, "evictable_kv": 4900}
-
-
-@pytest.mark.parametrize(
-    ("view", "admitted"),
-    [
-        pytest.param(view_of(2000, running=90, loss_per_token_s=5e-5, **TIGHT), "a", id="worth it"),
-        pytest.param(view_of(2000, running=90, loss_per_token_s=1e-3, **TIGHT), "", id="not worth"),
-        pytest.param(view_of(2000, 2000, loss_per_token_s=10.0, **TIGHT), "a", id="idle engine"),
-        pytest.param(
-            view_of(2000, 2000, 2000, evictable_kv=4500, loss_per_token_s=1.0),
-            "ab",
-            id="5,500 tokens are free",
-        ),
-        pytest.param(
-            replace(
-                view_of(2000, running=90, loss_per_token_s=1e-3, **TIGHT),
-                cached={"a": Match(cached=1990, evictable=1990)},
-            ),
-            "a",
-            id="its own cached head stays",
-        ),
-    ],
-)
-def test_an_offline_request_must_be_worth_more_than_what_is_evicted_for_it(view, admitted):
-    """A token takes 0.1 ms to compute here. An idle engine admits one in any case, or it would
-    stay idle while requests are expected to reuse what it keeps."""
-    made = plan(view)
-    assert [*made.prefill] == [*admitted]
-    left_out = "abc"[len(admitted) : len(view.offline)]
-    assert not left_out or made.skipped[left_out[0]] is SkipReason.EVICTION_LOSS
-
-
-@dataclass(kw_only=True)
-class ConvexView(FakeView):
-    """dear_s: of a token beyond the first thousand [s]."""
-
-    dear_s: float
-
-    def eviction_loss_s(self, num_tokens):
-        return 5e-5 * max(num_tokens, 0) + self.dear_s * max(num_tokens - 1000, 0)
-
-
-def test_what_it_has_cached_makes_others_go_in_its_place():
-    """A request that was stopped: its own KV is worth least, so it would be the next to go."""
-    view = ConvexView(
-        caps=CAPS,
-        total_kv=5000,
-        evictable_kv=4900,
-        running=(decoding(offline("running", 90)),),
-        offline=(offline("a", 1000, max_new_tokens=100),),
-        cached={"a": Match(cached=999, evictable=999)},
-        dear_s=1e-3,
-    )
-    assert plan(view).skipped["a"] is SkipReason.EVICTION_LOSS
-    assert "a" in plan(replace(view, dear_s=0.0)).prefill

@@ -13,7 +13,6 @@ from cosched.schedule.phases import (
     admission_tokens,
     follow,
     has_time,
-    is_worth_its_place,
     must_wait,
     offline_admissions_left,
     offline_tokens,
@@ -198,9 +197,6 @@ class _Admission:
             builder.skip(request, reason)
             return self._exchange(request)
         match = self._view.match(request)
-        if not is_worth_its_place(builder, request, match):
-            builder.skip(request, SkipReason.EVICTION_LOSS)
-            return False
         pace = Within(builder, packing.offline_s)
         if not builder.admit(request, match, admission_tokens(builder, pace, request, match)):
             is_time = builder.skipped[request.rid] is SkipReason.LATENCY_BUDGET
@@ -222,8 +218,7 @@ class _Admission:
         builder = packing.builder.fork()
         put_aside(trial.out, builder)
         if (
-            not is_worth_its_place(builder, request, match)
-            or not builder.admit(request, match, num_tokens)
+            not builder.admit(request, match, num_tokens)
             or builder.prefill[request.rid] < num_tokens
         ):
             return False
