@@ -150,7 +150,7 @@ class Leaves:
 
     def first(self) -> KvNode | None:
         """The one to evict next. O(1)."""
-        return self._sorted[0][4] if self._sorted else None
+        return self._sorted[0][3] if self._sorted else None
 
     def sorted_nodes(self) -> Iterator[KvNode]:
         """As they are, in the order of eviction. Valid until a change."""

@@ -337,8 +337,8 @@ class Ledger:
         self._stopped |= {request.rid}
         self.headroom += gain + reserve
         self.available += gain
+        is_unfinished = any(r.rid == request.rid for r in self._view.unfinished)
         if self._forecast is not None:
-            is_unfinished = any(r.rid == request.rid for r in self._view.unfinished)
             self._forecast.drop(request, num_tokens_left(request) if is_unfinished else 0)
         if request.request_class is RequestClass.OFFLINE:
             self._charge_offline(-gain)
