@@ -1,19 +1,22 @@
-"""The decision log: what is written, and that writing it changes nothing."""
+"""The decision log: what is written, that writing it changes nothing, and that a full disk costs
+the log, never the server."""
 
 import json
+from unittest import mock
 
 import pytest
 from sglang.srt.managers.io_struct import AbortReq
 
 from cosched.config import Config, parse_config
 from cosched.core.plan import Plan, Preemption, SkipReason
+from cosched.engine import decisions, observe
 from cosched.engine.decision_log.read import read_log
 from cosched.engine.parts import NUM_PARTS, parts_of
 from cosched.errors import ConfigError
 from cosched.lab.metrics.records import record_line
 from cosched.lab.simulation.run import execute
 from cosched.simulate import main as simulate
-from tests.engine.conftest import prompt
+from tests.engine.conftest import assert_drained, prompt
 from tests.factories import FakeView, decoding, offline, online
 from tests.recorded import Recorder, batch_of
 from tests.small_runs import spec_of
@@ -31,42 +34,35 @@ def read(path):
     return [entry.decision for entry in entries_of(path)]
 
 
-@pytest.fixture(scope="module", params=["hygen", "sarathi"])
-def policy(request):
-    return request.param
-
-
 @pytest.fixture(scope="module", params=[True, False], ids=["overlap", "no-overlap"])
 def overlap(request):
     return request.param
 
 
 @pytest.fixture(scope="module")
-def recorded(policy, overlap, tmp_path_factory):
+def recorded(overlap, tmp_path_factory):
     """(result, log) of a run on the virtual engine."""
     path = tmp_path_factory.mktemp("log") / "decisions.jsonl"
-    return execute(spec_of(policy, overlap=overlap), decision_log=path), path
+    return execute(spec_of("hygen", overlap=overlap), decision_log=path), path
 
 
-def test_the_log_changes_no_result(recorded, policy, overlap):
+def test_the_log_changes_no_result(recorded, overlap):
     logged, _ = recorded
-    silent = execute(spec_of(policy, overlap=overlap))
+    silent = execute(spec_of("hygen", overlap=overlap))
     assert [record_line(r) for r in logged.records] == [record_line(r) for r in silent.records]
     assert logged.to_dict() == silent.to_dict()
 
 
-def test_a_plan_is_replaced_only_where_that_may_spare_a_running_request(recorded, policy, overlap):
+def test_a_plan_is_replaced_only_where_that_may_spare_a_running_request(recorded, overlap):
     _, path = recorded
     decisions = read(path)
     assert len(decisions) > 100 and sum(len(d.preempted) for d in decisions) >= 2
     replaced = [d for d in decisions if d.outcome == "replanned"]
-    assert overlap or not replaced, "without overlap all results are known"
+    assert bool(replaced) == overlap, "without overlap all results are known"
     for decision in replaced:
         assert decision.preempted.keys() & set(decision.running) or not decision.prefill
-    if policy == "hygen":
-        assert bool(replaced) == overlap
-        assert any(d.preempted and d not in replaced for d in decisions)
-        assert any(d.paused for d in decisions)
+    assert any(d.preempted and d not in replaced for d in decisions)
+    assert any(d.paused for d in decisions)
 
 
 def test_every_request_is_described_where_the_log_first_names_it(recorded):
@@ -259,3 +255,44 @@ def test_a_waiting_request_that_is_aborted_is_written(make_engine, tmp_path):
     decisions = read(tmp_path / "log")
     assert [d.aborted for d in decisions if d.aborted] == [["r4"]]
     assert {rid for d in decisions for rid in d.finished} == {"r0", "r1", "r2", "r3"}
+
+
+@pytest.mark.parametrize("log", ["iteration_log", "decision_log"])
+def test_a_full_disk_switches_the_log_off_with_one_warning(make_engine, log):
+    # SGLang replaces logging's handlers.
+    with (
+        mock.patch.object(decisions.logger, "warning") as of_decisions,
+        mock.patch.object(observe.logger, "warning") as of_iterations,
+    ):
+        engine = make_engine(policy="hygen", overlap=True, config={log: "/dev/full"})
+        for i in range(4):
+            engine.submit(f"r{i}", prompt(i, 50), max_new_tokens=20, priority=-i)
+        engine.run_until_idle(max_iterations=500)
+    assert all(len(engine.replies[f"r{i}"].output_ids) == 20 for i in range(4))
+    assert_drained(engine)
+    calls = [*of_decisions.call_args_list, *of_iterations.call_args_list]
+    assert [call.args[0] % call.args[1:] for call in calls] == [
+        f"cosched: the {log.replace('_', ' ')} '/dev/full' is switched off until the next start: "
+        "No space left on device"
+    ]
+    state = engine.scheduler.cosched.state()
+    assert state.logs_off == (log.removesuffix("_log"),)
+
+
+def test_a_log_whose_disk_is_full_halfway_keeps_what_it_has(make_engine, tmp_path):
+    path = tmp_path / "log"
+    engine = make_engine(policy="hygen", overlap=True, config={"decision_log": str(path)})
+    log = engine.scheduler.cosched.decisions
+
+    def fail_later(iteration):
+        if iteration == 10:
+            log._parts._file.close()
+            log._parts._file._file = open("/dev/full", "wb", buffering=0)
+
+    for i in range(2):
+        engine.submit(f"r{i}", prompt(i, 50), max_new_tokens=20, priority=-i)
+    engine.run_until_idle(on_iteration=fail_later, max_iterations=500)
+    assert log.is_off
+    assert all(len(engine.replies[f"r{i}"].output_ids) == 20 for i in range(2))
+    numbers = [decision.iteration for decision in read(path)]
+    assert 3 < len(numbers) < 12 and numbers == list(range(len(numbers)))
