@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -54,6 +56,8 @@ STATES = {
 @given(view=views(), data=st.data())
 def test_no_plan_is_refused_and_no_engine_is_left_idle(family, view, data):
     name = data.draw(st.sampled_from([name for name in MAKERS if name.startswith(family)]))
+    if family == "cosched":  # it promises nothing: its forecast keeps what outputs need
+        view = replace(view, promises=dict.fromkeys(view.promises, 0))
     initial = policy_of(name, view.caps).initial
     state = data.draw(STATES.get(type(initial), st.just(initial)))
     plan = plan_of(name, view, state)
