@@ -10,6 +10,8 @@ import pytest
 
 from cosched.config import ENV_VAR
 from cosched.core.request import Slo
+from cosched.errors import ConfigError
+from cosched.lab.simulation.machine import Machine
 from cosched.lab.simulation.run import RunSpec, WorkloadSpec, execute, load_requests
 from cosched.lab.simulation.setting import setting_of
 from tests.lab.simulation.specs import bytes_of, lengths, make_spec, offline, online
@@ -235,3 +237,9 @@ def test_the_online_workload_is_replayed_faster_at_the_rate_that_is_asked_for():
     assert 8.0 * 200 * 0.9 < len(fast) < 8.0 * 200 * 1.1
     assert fast[-1] <= 200.0
     assert fast == [arrival_s / 4 for arrival_s in arrivals(800.0, rate=2.0)]
+
+
+def test_memory_is_whole_pages_and_one_at_least():
+    assert Machine(kv_tokens=1000, page_size=64).capacity() == 960
+    with pytest.raises(ConfigError, match="less than one page"):
+        Machine(kv_tokens=10, page_size=64).capacity()
