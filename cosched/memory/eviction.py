@@ -170,36 +170,25 @@ class Leaves:
     def in_order(self) -> Iterator[KvNode]:
         """Leaves and what becomes a leaf when they go, in the order of eviction. Valid until a
         change."""
-        return (rank[3] for rank in self._ranks())
-
-    def _ranks(self) -> Iterator[Rank]:
-        """Of the same."""
         left: dict[int, int] = {}
         freed: list[Rank] = []
         for rank in self._sorted:
             while freed and freed[0] < rank:
-                yield self._evict_freed(left, freed)
-            yield rank
-            # Most of what goes is below what is held, or below a root: nothing else is looked at.
-            parent = rank[4]
-            if parent is not None and not parent.num_holds:
-                self._free(parent, left, freed)
+                yield self._gone(heapq.heappop(freed), left, freed)
+            yield self._gone(rank, left, freed)
         while freed:
-            yield self._evict_freed(left, freed)
+            yield self._gone(heapq.heappop(freed), left, freed)
 
-    def _evict_freed(self, left: dict[int, int], freed: list[Rank]) -> Rank:
-        rank = heapq.heappop(freed)
-        parent = rank[4]
+    def _gone(self, rank: Rank, left: dict[int, int], freed: list[Rank]) -> KvNode:
+        """The node of a rank, which is evicted: the one above it may become a leaf. left: children
+        that each node has left; freed: those that have none."""
+        *_, node, parent = rank
         if parent is not None and not parent.num_holds:
-            self._free(parent, left, freed)
-        return rank
-
-    def _free(self, parent: KvNode, left: dict[int, int], freed: list[Rank]) -> None:
-        """One below it goes."""
-        num_left = left.get(parent.node_id, parent.num_below) - 1
-        left[parent.node_id] = num_left
-        if not num_left:
-            heapq.heappush(freed, self._rank(parent))
+            num_left = left.get(parent.node_id, parent.num_below) - 1
+            left[parent.node_id] = num_left
+            if not num_left:
+                heapq.heappush(freed, self._rank(parent))
+        return node
 
     def _rank(self, node: KvNode) -> Rank:
         parent = node.parent
