@@ -208,3 +208,12 @@ def test_levels_say_what_the_operator_did(export):
     assert value("offline_paused") == 1 and value("offline_max_running") == 3
     assert value("waiting_requests", **OFFLINE) == 2
     assert value("offline_turned_away_total") == 3
+
+
+def test_a_log_that_is_off_is_seen(export):
+    engine, value = export(policy="hygen", config={"iteration_log": "/dev/full"})
+    assert value("log_switched_off", log="iteration") == 0
+    engine.submit("on", prompt(9, 30), max_new_tokens=5, priority=0)
+    engine.run_until_idle(max_iterations=300)
+    assert value("log_switched_off", log="iteration") == 1
+    assert value("log_switched_off", log="decision") == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 import cosched.bootstrap  # noqa: F401  # before SGLang
 from cosched.core.plan import Plan
@@ -12,7 +13,8 @@ from cosched.engine import kv
 from cosched.engine.kv import KvManager
 from cosched.engine.view_of import num_cached
 from cosched.memory.config import KvConfig
-from tests.engine.conftest import prompt, view_now, watch_plans
+from tests.engine.conftest import OFFLINE, prompt, view_now, watch_plans
+from tests.engine.test_offline_gate import send_limits
 
 
 @pytest.mark.parametrize(
@@ -81,3 +83,28 @@ def test_a_prompt_is_looked_up_only_if_the_tree_has_its_first_page(
     engine.run_until_idle()
     assert seen >= {(True, True), (False, False)}
     assert (True, False) not in seen
+
+
+def test_where_sglang_orders_evictions_lookups_change_nothing(make_engine):
+    """Prompts are evicted in the order in which they were computed."""
+    config = {"kv": {"eviction": "lru"}}
+    engine = make_engine(policy="hygen", max_total_tokens=1000, config=config)
+    for i in range(6):
+        engine.submit(f"r{i}", prompt(i, 100), max_new_tokens=2)
+        engine.run_until_idle()
+    send_limits(engine, paused=True)
+    for i in range(6):
+        engine.submit(f"again{i}", prompt(i, 100), max_new_tokens=2, priority=OFFLINE)
+    engine.run_until_idle(max_iterations=50)
+
+    def found():
+        """The oldest is looked up last."""
+        view, waiting = view_now(engine.scheduler), engine.scheduler.cosched.waiting
+        matches = [view.match(waiting.get(f"again{i}")) for i in reversed(range(6))]
+        return [(match.cached, match.evictable) for match in reversed(matches)]
+
+    for _ in range(20):
+        assert found() == [(99, 99)] * 6
+    engine.scheduler.tree_cache.evict(EvictParams(num_tokens=250))
+    left = found()
+    assert left[:2] == [(0, 0)] * 2 and left[4:] == [(99, 99)] * 2
