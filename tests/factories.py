@@ -141,6 +141,7 @@ class FakeView:
     predictor: Predictor = field(default_factory=Linear)
     ended: Sequence[Ended] = ()
     unholdable: Collection[str] = ()
+    tokens_per_decode: float = 1.0
     recompute_debt_s: float = 0.0
     tolerance_headroom: ToleranceHeadroom | None = None
     kept: int = 0

@@ -31,6 +31,7 @@ class BatchShape:
 
     prefills    the prefill part, one entry per request
     decodes     context length of each decoding request: tokens attended to, its new one included
+    num_drafts  tokens verified for each decode beside its own (speculative decoding)
     num_loaded  tokens whose KV is loaded from host memory during it, layer by layer
     num_repeated KV tokens of the decodes that others of them read as well, on the same slots: of a
                 prefix that k share, k - 1 times its tokens. 0 where this was not looked up, as
@@ -39,13 +40,15 @@ class BatchShape:
 
     prefills: Sequence[Prefill] = ()
     decodes: Sequence[int] = ()
+    num_drafts: int = 0
     num_loaded: int = 0
     num_repeated: int = 0
 
     @property
     def num_tokens(self) -> int:
-        """Tokens through the model's layers: all new prompt tokens and one per decode."""
-        return sum(p.num_new for p in self.prefills) + len(self.decodes)
+        """Tokens through the model's layers: new prompt tokens, one per decode and per draft."""
+        num_decoded = len(self.decodes) * (1 + self.num_drafts)
+        return sum(p.num_new for p in self.prefills) + num_decoded
 
     @property
     def num_sequences(self) -> int:

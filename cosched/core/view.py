@@ -56,7 +56,7 @@ class KvState:
                have still to generate
     promised   the part of it that plans have set aside (`Plan.promise`)
     next_step  taken by the next decode of all running requests: a token each, or a page where a
-               request begins one
+               request begins one; more with speculative decoding (`EngineCaps.decode_reserve`)
     host_free  unused part of `EngineCaps.host_tokens`
     kept       reserved for online requests by their expected need: offline requests do not hold
                more than the rest (Echo §5.3); 0: no such bound
@@ -262,6 +262,12 @@ class View(Protocol):
         """Predicts the time of an iteration."""
         ...
 
+    @property
+    def tokens_per_decode(self) -> float:
+        """Mean number of tokens that an online request generates in an iteration without prefills:
+        1.0 without speculative decoding. In a mixed iteration it is always one."""
+        ...
+
     def length(self, request: Request) -> LengthEstimate:
         """The output that a request is expected to generate from now on. O(1)."""
         ...
@@ -287,7 +293,7 @@ class View(Protocol):
 
     @property
     def running(self) -> Sequence[Request]:
-        """Requests past their prefill: each decodes one token per iteration."""
+        """Requests past their prefill: each decodes in every iteration."""
         ...
 
     def running_of(self, request_class: RequestClass) -> Decodes:

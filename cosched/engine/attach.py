@@ -184,7 +184,12 @@ def _controller(
         predictor=predictor,
         lengths=lengths,
         waiting=waiting,
-        table=RunningTable(lengths, port.row_generations(scheduler), page_size=caps.page_size),
+        table=RunningTable(
+            lengths,
+            port.row_generations(scheduler),
+            page_size=caps.page_size,
+            decode_reserve=caps.decode_reserve,
+        ),
         arrivals=arrivals,
         service=ServiceRecord(slo=settings.slo),
         recompute=RecomputeBudget(share=share, most_s=share * RECOMPUTE_WINDOW_S),

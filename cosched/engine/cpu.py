@@ -9,6 +9,8 @@ Host memory (HiCache): SGLang copies KV between the device and pinned host memor
 Here the memory is not pinned and the copies are plain torch; queues, events, locks and the
 layer-by-layer loading are SGLang's own.
 
+Speculative decoding: `cosched.engine.cpu_drafts`.
+
 ``torch.compile``: SGLang compiles some operations of the sampler (repetition penalties). The first
 request that needs one would stop the scheduler for seconds while it compiles. Without compilation
 these operations take less than a millisecond.
@@ -29,7 +31,9 @@ def install() -> None:
     of its host pool for multi-head attention. Idempotent."""
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend as Backend
     from sglang.srt.mem_cache.pool_host import common, mha
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
+    SpeculativeAlgorithm.create_worker = _worker_by_lookup
     original = Backend._run_sdpa_forward_extend
     if not getattr(original, "computes_new_tokens_only", False):
         Backend._run_sdpa_forward_extend = _new_tokens_only(original)
@@ -48,6 +52,13 @@ def run_uncompiled(server_args: Any) -> None:
     asks for compilation (``--enable-torch-compile``)."""
     if not has_cuda() and not server_args.enable_torch_compile:
         torch.compiler.set_stance("force_eager")
+
+
+def _worker_by_lookup(algorithm: Any, server_args: Any) -> Any:
+    from cosched.engine import cpu_drafts
+
+    cpu_drafts.install()
+    return cpu_drafts.LookupWorker
 
 
 # --- Attention ---

@@ -71,12 +71,15 @@ class RunningTable:
     """The running requests of one scheduler, by the row that each has in the engine: a few integers
     of each (`_Column`)."""
 
-    def __init__(self, lengths: Lengths, generations: Any, *, page_size: int) -> None:
+    def __init__(
+        self, lengths: Lengths, generations: Any, *, page_size: int, decode_reserve: int = 1
+    ) -> None:
         """generations: of each row, a number that changes when another request gets it
-        (`port.row_generations`)."""
+        (`port.row_generations`). decode_reserve: as in `EngineCaps`."""
         num_rows = len(generations)
         self._lengths = lengths
         self._page_size = page_size
+        self._decode_reserve = decode_reserve
         self._generations = generations
         self._read = np.full(num_rows, _NONE, dtype=np.int64)
         """With which of them each row was read."""
@@ -96,9 +99,17 @@ class RunningTable:
             self._owners[request.row] = None
             request.row = None
 
-    def came(self, batch: Any) -> None:
-        """The result of an iteration is known."""
-        self._columns[_Column.OUTPUT, port.rows_of(batch)] = port.num_outputs(batch.reqs)
+    def came(self, batch: Any) -> float:
+        """The result of an iteration is known. Returns the mean number of tokens that its online
+        requests have generated; 0.0: there is none."""
+        rows, num_output = (
+            port.rows_of(batch),
+            np.array(port.num_outputs(batch.reqs), dtype=np.int64),
+        )
+        generated = num_output - self._columns[_Column.OUTPUT, rows]
+        self._columns[_Column.OUTPUT, rows] = num_output
+        online = generated[(self._columns[_Column.OFFLINE, rows] == 0) & (generated > 0)]
+        return float(online.mean()) if len(online) else 0.0
 
     def promise(
         self, plan: Plan, waiting: WaitingQueue, batch: Any, unfinished: Any | None
@@ -129,16 +140,29 @@ class RunningTable:
     def follow(self, batch: Any) -> Running:
         """The requests of a running batch that have not ended. O(1) for each new one and a few
         array operations for all others."""
-        rows, computed = port.rows_of(batch), port.computed_of(batch)
+        rows = port.rows_of(batch)
+        if self._decode_reserve == 1:
+            computed = allocated = port.computed_of(batch)
+        else:
+            computed, allocated = port.committed_of(batch), port.allocated_of(batch)
         new = (self._read[rows] != self._generations[rows]).nonzero()[0].tolist()
         over = [place for place in new if not self._look_at(batch.reqs[place], int(rows[place]))]
         if over:
-            rows, computed = np.delete(rows, over), np.delete(computed, over)
+            rows, computed, allocated = (
+                np.delete(one, over) for one in (rows, computed, allocated)
+            )
         if self._settling:
             self._settle()
         columns = self._columns[:, rows]
         return Running(
-            self._owners, rows, columns, computed, page_size=self._page_size, is_whole=not over
+            self._owners,
+            rows,
+            columns,
+            computed,
+            allocated,
+            page_size=self._page_size,
+            decode_reserve=self._decode_reserve,
+            is_whole=not over,
         )
 
     def _look_at(self, req: Any, row: int) -> bool:
@@ -154,7 +178,7 @@ class RunningTable:
         self._columns[_Column.UNTIL :, row] = 0
         self._columns[_KEPT, row] = (
             tracked.num_output_tokens,
-            _shared_of(tracked),
+            self._shared_of(tracked),
             tracked.traits.num_rows,
             tracked.max_new_tokens,
             _NONE if promised is None else promised,
@@ -173,7 +197,7 @@ class RunningTable:
         for row, num_output in [*self._settling.items()]:
             tracked = self._owners[row]
             if tracked is not None:
-                num_shared = _shared_of(tracked)
+                num_shared = self._shared_of(tracked)
                 if num_shared != columns[_Column.SHARED, row]:
                     columns[_Column.SHARED, row], columns[_Column.GAIN, row] = num_shared, _NONE
             if tracked is None or tracked.num_output_tokens > num_output:
@@ -214,15 +238,16 @@ class RunningTable:
             self._columns[_Column.GAIN, rows] = columns[_Column.GAIN]
         return Outlook(running.num_own + columns[_Column.GAIN], left)
 
+    def _shared_of(self, tracked: TrackedRequest) -> int:
+        """Its tokens less the KV tokens that it holds outside the tree."""
+        if self._decode_reserve > 1:
+            return tracked.num_allocated_tokens - tracked.num_own_tokens
+        return tracked.num_computed_tokens - tracked.num_own_tokens
+
     def _owner(self, row: Any) -> TrackedRequest:
         owner = self._owners[int(row)]
         assert owner is not None, f"{row=} runs"
         return owner
-
-
-def _shared_of(tracked: TrackedRequest) -> int:
-    """Its computed tokens less the KV tokens that it holds outside the tree."""
-    return tracked.num_computed_tokens - tracked.num_own_tokens
 
 
 class Running:
@@ -240,24 +265,28 @@ class Running:
         rows: Any,
         columns: Any,
         computed: Any,
+        allocated: Any,
         *,
         page_size: int,
+        decode_reserve: int,
         is_whole: bool,
     ) -> None:
-        """owners: of all rows. computed: tokens of each whose KV is there. is_whole: no request of
-        the batch has ended."""
+        """owners: of all rows. computed: tokens of each whose KV is there; allocated: those for
+        which it holds KV. is_whole: no request of the batch has ended."""
         self._owners = owners
         self.rows = rows
         self.columns = columns
         self._computed = computed
+        self._allocated = allocated
         self._page_size = page_size
+        self._decode_reserve = decode_reserve
         self._has_promises = bool((columns[_Column.PROMISED] != _NONE).any())
         is_offline = columns[_Column.OFFLINE]
         self._places = {
             RequestClass.ONLINE: (is_offline == 0).nonzero()[0],
             RequestClass.OFFLINE: is_offline.nonzero()[0],
         }
-        self.num_own = computed - columns[_Column.SHARED]
+        self.num_own = allocated - columns[_Column.SHARED]
         self.are_plain = is_whole and not columns[_Column.SPECIAL].any()
 
     @cached_property
@@ -333,6 +362,11 @@ class Running:
     @property
     def next_step(self) -> int:
         """KV tokens that their next decodes take."""
+        if self._decode_reserve > 1:
+            page = self._page_size
+            held = -(-self._allocated // page)
+            needed = -(-(self._computed + self._decode_reserve) // page)
+            return page * int(np.add.reduce(np.maximum(needed - held, 0)))
         num_rows = self.columns[_Column.SLOTS]
         if self._page_size > 1:
             num_rows = num_rows[self._computed % self._page_size == 0]

@@ -20,7 +20,6 @@ REFUSED_ARGUMENTS: tuple[tuple[str, Any, str], ...] = (
     ("disaggregation_mode", "null", "prefill/decode disaggregation has no shared iteration"),
     ("attn_dp_size", 1, "DP attention (--enable-dp-attention) needs one plan for all ranks"),
     ("pp_size", 1, "pipeline parallelism plans several micro-batches at once"),
-    ("speculative_algorithm", None, "speculative decoding makes tokens per iteration unknown"),
     ("dllm_algorithm", None, "diffusion language models have no decode iterations"),
     ("enable_pdmux", False, "PD multiplexing schedules prefill and decode on its own"),
     ("enable_prefill_delayer", False, "the prefill delayer would undo the plan"),
@@ -38,6 +37,9 @@ _SETTERS = {"attn_dp_size": "enable_dp_attention"}
 """Of such an argument: another that sets it."""
 
 _WAY_OUT = "use --cosched-policy sglang"
+
+SPECULATIVE_ALGORITHMS = ("EAGLE", "EAGLE3", "STANDALONE", "NGRAM")
+"""Those that are planned. NEXTN is EAGLE to SGLang."""
 
 _OTHER_FRONT_ENDS = (
     ("smg_grpc_mode", "--smg-grpc-mode"),
@@ -111,6 +113,8 @@ def why_sglang_evicts(resolved: Any, config: Config) -> str | None:
     for name in ("enable_lmcache", "enable_flexkv"):
         if getattr(resolved, name):
             return f"{_flag(name)} replaces SGLang's radix tree"
+    if resolved.speculative_algorithm in ("EAGLE", "EAGLE3"):
+        return "the keys of its radix tree are pairs of tokens (--speculative-algorithm)"
     if not resolved.enable_hierarchical_cache:
         return None
     if resolved.hicache_storage_backend is not None:
@@ -136,6 +140,12 @@ def _refused(server_args: Any, resolved: Any, config: Config) -> Iterator[str]:
             remedy = f"the model or another flag sets it; {_WAY_OUT}"
         shown = _flag(name) if value is True else f"{_flag(name)} {value}"
         yield f"{shown} cannot go with --cosched-policy {config.policy}: {why}; {remedy}"
+    algorithm = resolved.speculative_algorithm
+    if algorithm is not None and algorithm not in SPECULATIVE_ALGORITHMS:
+        yield (
+            f"--speculative-algorithm {algorithm} cannot go with --cosched-policy {config.policy}: "
+            f"cosched plans {choices(SPECULATIVE_ALGORITHMS)}; drop the flag or {_WAY_OUT}"
+        )
     yield from _refused_model(server_args, config)
     order, kv = resolved.radix_eviction_policy, config.named_kv()
     if order != ("lru" if kv.is_ours else kv.eviction):

@@ -125,6 +125,10 @@ class TrackedRequest:
         return port.num_own(self.req)
 
     @property
+    def num_allocated_tokens(self) -> int:
+        return port.num_allocated(self.req)
+
+    @property
     def num_preemptions(self) -> int:
         return port.num_retractions(self.req)
 

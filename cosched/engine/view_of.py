@@ -63,6 +63,7 @@ class SchedulerView:
         why_blocked: Callable[[Request], SkipReason | None],
         lengths: Lengths,
         table: RunningTable,
+        tokens_per_decode: float = 1.0,
         recompute_debt_s: float = 0.0,
         kv: KvManager | None = None,
         prefixes: RunningPrefixes | None = None,
@@ -81,6 +82,7 @@ class SchedulerView:
         self.mean_iteration_s: float = moment.mean_iteration_s
         self.ended: Sequence[Ended] = moment.ended
         self.predictor = predictor
+        self.tokens_per_decode = tokens_per_decode
         self.why_blocked = why_blocked
         self._lengths = lengths
         self._table = table

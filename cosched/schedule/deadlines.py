@@ -19,6 +19,11 @@ their deadlines let large online chunks borrow their slack. Decodes that are beh
 work, but not online prefills. `idle_share` is for a request that arrives while an iteration runs,
 at worst when the next one is planned already.
 
+With speculative decoding an iteration without prefills brings several tokens of each request
+(`View.tokens_per_decode`), one with prefills a single one. Slack counts the tokens that came. So
+accepted drafts give prefills more time, and under a target below the time of a mixed iteration
+these alternate with decodes.
+
 Whether a request meets its target is decided over many iterations. So the margin that the predictor
 adds to each iteration for disturbances (`Predictor.margin`) is taken out of these estimates. A TPOT
 target below the time of the shortest iteration counts as none. Where online requests fill the KV
@@ -64,6 +69,7 @@ class Deadlines:
         self._margin = 1 + view.predictor.margin
         self._predicted_s = ledger.seconds()
         self.alone_s = self._predicted_s / self._margin
+        self._token_s = self.alone_s / view.tokens_per_decode
         self.slacks = _decode_slacks(
             view,
             settings.slo,
@@ -96,13 +102,13 @@ class Deadlines:
         behind_s = within_s - max(self.borrowed_s, 0.0)
         if behind_s <= 0:
             return within_s
-        return max(within_s - behind_s * self.alone_s / self.slacks.tpot_s, 0.0)
+        return max(within_s - behind_s * self._token_s / self.slacks.tpot_s, 0.0)
 
     def sure_prefill_time_s(self, within_s: float) -> float:
         """The same if decodes that are behind also catch up, and the last iteration is theirs."""
         within_s -= self._builder.view.mean_iteration_s / 2
         behind_s = max(within_s - self.borrowed_s, 0.0)
-        return within_s - behind_s * self.alone_s / self.slacks.tpot_s - self.alone_s
+        return within_s - behind_s * self._token_s / self.slacks.tpot_s - self.alone_s
 
     def most_prefill_time_s(self, within_s: float) -> float:
         """The same if decodes wait. A little more is allowed, since it is an estimate."""
@@ -115,7 +121,7 @@ class Deadlines:
 
         prefills  by deadline: time that each takes, and time until its deadline [s]
         """
-        tpot_s, alone_s = self.slacks.tpot_s, self.alone_s
+        tpot_s, alone_s = self.slacks.tpot_s, self._token_s
         won_s = tpot_s - alone_s
         if won_s <= 0:
             return math.inf

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from cosched.core.batch import BatchShape, Prefill
-from cosched.engine.port.memory import num_committed
-from cosched.engine.port.scheduler import runs_on_cpu
+from cosched.engine.port.memory import num_allocated, num_committed
+from cosched.engine.port.scheduler import drafts_per_decode, runs_on_cpu
 
 
 def can_pause(running_batch: Any) -> bool:
@@ -53,6 +53,9 @@ def num_loaded(batch: Any) -> int:
 def shape_of(batch: Any) -> BatchShape:
     """What the time of a batch depends on. Valid between building and running it."""
     if batch.forward_mode.is_decode():
+        if speculates(batch):
+            decodes = [num_committed(req) + 1 for req in batch.reqs]
+            return BatchShape(decodes=decodes, num_drafts=drafts_per_decode())
         return BatchShape(decodes=batch.seq_lens_cpu.tolist())
     number, cached = num_prefills(batch), batch.prefix_lens
     prefills = list(map(Prefill, batch.extend_lens[:number], cached[:number]))
@@ -82,8 +85,23 @@ def computed_of(running_batch: Any) -> Any:
         return _NO_ROWS
     lengths = running_batch.seq_lens_cpu.numpy()
     if len(lengths) != len(reqs):  # with beams
-        return np.array([num_committed(req) for req in reqs], dtype=np.int64)
+        return committed_of(running_batch)
     return lengths
+
+
+def committed_of(running_batch: Any) -> Any:
+    """The same, read from each request: with speculative decoding the batch may not know them."""
+    return np.array([num_committed(req) for req in running_batch.reqs], dtype=np.int64)
+
+
+def allocated_of(running_batch: Any) -> Any:
+    """KV tokens that each request of the running batch holds: an array of int64."""
+    return np.array([num_allocated(req) for req in running_batch.reqs], dtype=np.int64)
+
+
+def speculates(batch: Any) -> bool:
+    """Whether decodes verify drafted tokens, and may generate several."""
+    return not batch.spec_algorithm.is_none()
 
 
 # --- Results ---

@@ -86,6 +86,11 @@ def num_committed(req: Any) -> int:
     return req.kv.kv_committed_len  # type: ignore[no-any-return]
 
 
+def num_allocated(req: Any) -> int:
+    """KV tokens that it holds. More than it has computed with speculative decoding."""
+    return req.kv.kv_allocated_len  # type: ignore[no-any-return]
+
+
 def num_own(req: Any) -> int:
     """KV tokens that it holds outside the radix tree."""
     return int(req.kv.kv_allocated_len) - int(req.kv.cache_protected_len)

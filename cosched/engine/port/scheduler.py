@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
-from sglang.srt.runtime_context import get_exec, get_parallel, get_schedule
+from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
+from sglang.srt.runtime_context import get_exec, get_parallel, get_schedule, get_spec
 
 from cosched.core.caps import EngineCaps
 from cosched.engine.port.attention import reads_once
@@ -41,9 +42,16 @@ def caps_of(scheduler: Any) -> EngineCaps:
         partial_decode=can_split(scheduler),
         promises=True,
         hosts=True,
-        shared_prefix=reads_once(),
+        shared_prefix=reads_once() and scheduler.spec_algorithm.is_none(),
+        num_drafts=drafts_per_decode(),
+        decode_reserve=1 if scheduler.spec_algorithm.is_none() else get_alloc_reserve_per_decode(),
         host_tokens=host_total(scheduler),
     )
+
+
+def drafts_per_decode() -> int:
+    """Tokens that a decode verifies beside its own; 0 without speculative decoding."""
+    return int(get_spec().speculative_num_draft_tokens or 1) - 1
 
 
 def can_split(scheduler: Any) -> bool:
