@@ -6,10 +6,12 @@ import random
 
 import pytest
 
+from cosched.core.plan import PreemptMode
 from cosched.engine import cpu_drafts
 from tests.engine.conftest import OFFLINE
+from tests.engine.test_forced_stops import StoppingPolicy
 
-SMALL = {"max_total_tokens": 500, "max_running_requests": 4}
+SMALL = {"max_total_tokens": 700, "max_running_requests": 6}
 DRAFTS = {"speculative_num_draft_tokens": 4}
 CHAIN = {**DRAFTS, "speculative_num_steps": 3, "speculative_eagle_topk": 1}
 
@@ -99,11 +101,15 @@ def test_the_same_tokens_as_without_drafts(
     expected = reference(texts)
     draft_from(expected, texts, monkeypatch)
     engine = make_engine(policy=policy, page_size=page_size, **SMALL, **flags(algorithm))
-    assert submit(engine, texts) == expected
     controller = engine.scheduler.cosched
+    mixes = algorithm == "EAGLE"
+    if mixes:
+        controller.use_policy(StoppingPolicy(controller.policy, PreemptMode.KEEP_KV, seed=3))
+    assert submit(engine, texts) == expected
     assert controller.tokens_per_decode > 1.3
-    assert sum(reply.num_retractions for reply in engine.replies.values()) > 0
-    assert engine.scheduler.is_mixed_chunk == (algorithm == "EAGLE")
+    num_preemptions = sum(reply.num_retractions for reply in engine.replies.values())
+    assert num_preemptions > 0 or not mixes
+    assert engine.scheduler.is_mixed_chunk == mixes
     assert engine.scheduler.is_fully_idle()
 
 

@@ -32,6 +32,9 @@ class Machine:
     host_bandwidth_gb_s   bandwidth of copies to and from host memory, per GPU [GB/s]
     host_write_policy     what is copied to host memory; default: what cosched values, or SGLang's
                           default if SGLang decides
+    drafts                tokens drafted for each decode (speculative decoding, a chain as of EAGLE
+                          or MTP); 0: none. Without the overlap scheduler
+    acceptance            probability that a drafted token is right if those before it are
     """
 
     model: str = "Llama-3.1-8B"
@@ -51,6 +54,8 @@ class Machine:
     host_kv_tokens: int = 0
     host_bandwidth_gb_s: float = 20.0
     host_write_policy: str | None = None
+    drafts: int = 0
+    acceptance: float = 0.7
 
     def capacity(self) -> int:
         """KV tokens, whole pages."""
@@ -82,7 +87,11 @@ class Machine:
         flags = [text for name, value in values.items() for text in (f"--{name}", str(value))]
         if self.mixed_chunk:
             flags.append("--enable-mixed-chunk")
-        if not self.overlap:
+        if self.drafts:
+            flags += ["--speculative-algorithm", "EAGLE", "--speculative-eagle-topk", "1"]
+            flags += ["--speculative-num-steps", str(self.drafts)]
+            flags += ["--speculative-num-draft-tokens", str(self.drafts + 1)]
+        if not self.overlap or self.drafts:
             flags.append("--disable-overlap-schedule")
         if not self.radix_cache:
             flags.append("--disable-radix-cache")

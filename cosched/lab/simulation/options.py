@@ -137,6 +137,8 @@ class MachineOptions:
         Literal["write_back", "write_through", "write_through_selective"] | None,
         Parameter(name="--hicache-write-policy"),
     ] = None
+    drafts: Annotated[int, whole(0)] = 0
+    acceptance: Annotated[float, number(gte=0, lte=1)] = _MACHINE.acceptance
 
 
 @explained_by(CostSpec)

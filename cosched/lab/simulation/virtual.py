@@ -12,10 +12,9 @@ advances by host time before a launch and after a result was processed; the devi
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,24 +32,23 @@ from cosched.core.wire import (
 )
 from cosched.engine import port
 from cosched.engine.attach import use_virtual_device
-from cosched.engine.identity import STANDS_FOR
 from cosched.engine.observe import Iteration
 from cosched.engine.port.attention import assuming_one_reading
 from cosched.engine.port.prefixes import RunningPrefixes, with_repeated
 from cosched.errors import ConfigError
 from cosched.lab.cost_models.base import PrefixReads
-from cosched.lab.local_engine import LocalEngine, lengths_of, made_up
+from cosched.lab.local_engine import LocalEngine, lengths_of, made_up, made_up_drafts
 from cosched.lab.metrics.records import ColumnLog, IterationLog, IterationRecord, RequestRecord
 from cosched.lab.simulation.arrivals import VOCAB_SIZE, Arrival, Source
 from cosched.lab.simulation.clock import VirtualClock, VirtualEvent, quiet_host
+from cosched.lab.simulation.drafts import num_generated, verified_s
 from cosched.lab.simulation.host_time import HostTime, Load, NoHostTime
 from cosched.lab.simulation.request_state import ComputedPrefixes, RequestState
+from cosched.lab.simulation.tiny_model import EOS_ID, draft_model_flags, write_model_config
 from cosched.lab.simulation.virtual_host import VirtualTransfers
 from cosched.memory.occupancy import HostOccupancy, KvOccupancy
 from cosched.predict.fitted import GraphSizes
 from cosched.predict.profile_file import EngineIdentity
-
-EOS_ID = 2
 
 _BYTES_PER_PROMPT_TOKEN = 30
 """Host memory of an unfinished request, here and in SGLang's queues."""
@@ -127,10 +125,12 @@ class VirtualEngine:
         host_link: HostLink | None = None,
         prefix_reads: PrefixReads = PrefixReads.EACH,
         host: HostTime | None = None,
+        acceptance: float = 0.0,
     ) -> None:
         """identity: of the simulated engine, for a policy that starts from a profile of it.
         host_link: if the flags give it host memory. prefix_reads: those of the cost model. host:
-        None: the host takes no time."""
+        None: the host takes no time. acceptance: of drafted tokens, if the flags ask for
+        speculative decoding."""
         self._host = host or NoHostTime()
         self.clock = VirtualClock(self._host.after_wait_s)
         self.records: list[RequestRecord] = []
@@ -142,6 +142,7 @@ class VirtualEngine:
         """Prefill tokens that had been computed before."""
         self.num_finished_offline = 0
         self._cost_model = cost_model
+        self._acceptance = acceptance
         self._sources: Sequence[Source] = ()
         self._following: dict[str, RequestState] = {}
         self._num_prompt_tokens = 0
@@ -155,7 +156,7 @@ class VirtualEngine:
             tempfile.TemporaryDirectory(prefix="cosched-model-") as folder,
             assuming_one_reading(prefix_reads is PrefixReads.ONCE),
         ):
-            _write_model_config(Path(folder), identity)
+            write_model_config(Path(folder), identity)
             self.local = LocalEngine(
                 [
                     *("--model-path", folder, "--load-format", "dummy"),
@@ -164,6 +165,7 @@ class VirtualEngine:
                     # Of host memory; the size of the pool is given in tokens and small in bytes.
                     *("--mem-fraction-static", "0.2"),
                     *flags,
+                    *draft_model_flags(folder, flags),
                 ]
             )
         self.scheduler = self.local.scheduler
@@ -355,12 +357,15 @@ class VirtualEngine:
         if self._prefixes is not None:
             shape = with_repeated(shape, batch, self._prefixes)
         start_s = max(self.clock.now_s(), self.clock.device_done_s)
-        seconds = self._cost_model.iteration_s(shape)
+        seconds = verified_s(shape, self._cost_model.iteration_s)
         if shape.num_loaded and self._transfers is not None:
             seconds = self._transfers.iteration_s(start_s, seconds)
         self.clock.device_done_s = start_s + seconds
         self._num_launched += 1
-        result = made_up(self._tokens(batch))
+        if port.speculates(batch):
+            result = made_up_drafts(batch, self._verified(batch, shape.num_drafts))
+        else:
+            result = made_up(self._tokens(batch))
         result.virtual = _Launched(shape, start_s, self.clock.device_done_s)
         self._num_in_flight += 1
         for req in batch.reqs:
@@ -378,16 +383,33 @@ class VirtualEngine:
     def _tokens(self, batch: Any) -> list[int]:
         """The next token of each request: that of `Arrival.output_ids` if given, else a function of
         the length, so that equal prompts get equal outputs; EOS at its end."""
+        return [
+            self._token(req, length)
+            for req, length in zip(batch.reqs, lengths_of(batch), strict=True)
+        ]
+
+    def _token(self, req: Any, length: int) -> int:
+        """The token behind the first `length` ones of a request."""
+        num_output = length - len(req.origin_input_ids) + 1
+        following = self._following.get(req.rid)
+        if following is None or num_output >= following.arrival.num_output_tokens:
+            return EOS_ID
+        if 0 < num_output <= len(following.arrival.output_ids):
+            return following.arrival.output_ids[num_output - 1]
+        return _FIRST_ID + length % (VOCAB_SIZE - _FIRST_ID)
+
+    def _verified(self, batch: Any, num_drafts: int) -> list[list[int]]:
+        """The new tokens of each request under speculative decoding. `num_drafts`: 0 with prefills
+        in the batch."""
+        if not batch.forward_mode.is_decode():
+            return [[token] for token in self._tokens(batch)]
         tokens = []
-        for req, length in zip(batch.reqs, lengths_of(batch), strict=True):
-            num_output = length - len(req.origin_input_ids) + 1
-            following = self._following.get(req.rid)
-            if following is None or num_output >= following.arrival.num_output_tokens:
-                tokens.append(EOS_ID)
-            elif 0 < num_output <= len(following.arrival.output_ids):
-                tokens.append(following.arrival.output_ids[num_output - 1])
-            else:
-                tokens.append(_FIRST_ID + length % (VOCAB_SIZE - _FIRST_ID))
+        for req in batch.reqs:
+            length = port.num_committed(req) + 1
+            number = num_generated(
+                req.rid, len(req.output_ids), num_drafts=num_drafts, acceptance=self._acceptance
+            )
+            tokens.append([self._token(req, length + place) for place in range(number)])
         return tokens
 
     def _record(self, batch: Any, before: list[int], launched: _Launched) -> None:
@@ -409,7 +431,8 @@ class VirtualEngine:
             if len(req.output_ids) > num_before:
                 if not following.token_times:
                     self._computed.add(following.arrival.input_ids)
-                following.token_times.append(now_s)
+                num_new = len(req.output_ids) - num_before
+                following.token_times.extend([now_s] * num_new)
                 # The newest token has no KV yet.
                 num_done = len(following.arrival.input_ids) + len(following.token_times) - 1
                 following.furthest = max(following.furthest, num_done)
@@ -473,28 +496,3 @@ class VirtualEngine:
                 kv_free_tokens=free,
             )
         )
-
-
-def _write_model_config(folder: Path, identity: EngineIdentity | None) -> None:
-    """A one-layer model without weights (SGLang fills them with ``--load-format dummy``)."""
-    config: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 8,
-        "intermediate_size": 8,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 1,
-        "num_key_value_heads": 1,
-        "head_dim": 8,
-        "max_position_embeddings": 131_072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500_000.0,
-        "bos_token_id": 1,
-        "eos_token_id": EOS_ID,
-        "tie_word_embeddings": True,
-        "torch_dtype": "bfloat16",
-    }
-    if identity is not None:
-        config[STANDS_FOR] = asdict(identity)
-    (folder / "config.json").write_text(json.dumps(config, indent=2))

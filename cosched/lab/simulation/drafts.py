@@ -1,0 +1,42 @@
+"""Speculative decoding of a simulated server: what a decode with drafts costs, and what it brings.
+
+Cost: the served model verifies all drafted tokens in one pass. They go through its layers like
+other tokens; the KV of a context is read once. Drafting takes `DRAFT_SHARE` of a decode for each
+token, about one layer of a model of 32 and the output layer (EAGLE, MTP).
+
+Accepted tokens: each drafted token is right with the same probability, if those before it are. The
+draws depend on request and position only, so they are the same under every policy.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import replace
+
+from cosched.core.batch import BatchShape
+
+DRAFT_SHARE = 0.05
+
+
+def verified_s(shape: BatchShape, iteration_s: Callable[[BatchShape], float]) -> float:
+    """Time of an iteration that may verify drafts (`BatchShape.num_drafts`) [s]."""
+    if not shape.num_drafts or not shape.decodes:
+        return iteration_s(shape)
+    plain = replace(shape, num_drafts=0)
+    # A drafted token costs what a decode over a single token costs.
+    drafted = [1] * (shape.num_drafts * len(shape.decodes))
+    verified = replace(plain, decodes=[*shape.decodes, *drafted])
+    return iteration_s(verified) + shape.num_drafts * DRAFT_SHARE * iteration_s(plain)
+
+
+def num_generated(rid: str, num_output: int, *, num_drafts: int, acceptance: float) -> int:
+    """Tokens that a request with `num_output` generated ones gets in a decode, from 1 to
+    `num_drafts` + 1."""
+    number = 1
+    while number <= num_drafts:
+        draw = zlib.crc32(f"{rid}:{num_output + number}".encode()) / 2**32
+        if draw >= acceptance:
+            break
+        number += 1
+    return number

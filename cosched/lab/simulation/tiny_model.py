@@ -1,0 +1,46 @@
+"""The model that a simulated scheduler loads: one tiny layer, no weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from cosched.engine.identity import STANDS_FOR
+from cosched.lab.simulation.arrivals import VOCAB_SIZE
+from cosched.predict.profile_file import EngineIdentity
+
+EOS_ID = 2
+
+
+def write_model_config(folder: Path, identity: EngineIdentity | None) -> None:
+    """A one-layer model without weights (SGLang fills them with ``--load-format dummy``)."""
+    config: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500_000.0,
+        "bos_token_id": 1,
+        "eos_token_id": EOS_ID,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+    }
+    if identity is not None:
+        config[STANDS_FOR] = asdict(identity)
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+
+
+def draft_model_flags(folder: str, flags: Sequence[str]) -> Sequence[str]:
+    """The draft model where `flags` ask for speculative decoding: SGLang wants one to be named; it
+    is not loaded."""
+    return ("--speculative-draft-model-path", folder) * ("--speculative-algorithm" in flags)
