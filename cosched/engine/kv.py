@@ -19,7 +19,7 @@ from cosched.engine.host_core import HostedTreeCore
 from cosched.engine.port import bidirectional
 from cosched.engine.running import own_tokens
 from cosched.engine.tracked import TrackedRequest
-from cosched.engine.tree_core import RankedTreeCore, WatchedTreeCore
+from cosched.engine.tree_core import RankedTreeCore, WatchedTreeCore, place_of, tokens_at
 from cosched.memory.config import KvConfig
 from cosched.memory.demand import OnlineDemand
 from cosched.memory.eviction import ORDERS, CopyOrder, Eviction, Leaves
@@ -161,7 +161,8 @@ class KvManager:
         """An online request waits: it is new, or was preempted."""
         ids = port.token_ids(tracked.req)
         if self._is_known(tracked, ids):
-            self.kv_tree.expect(tracked, tracked.prefix_key, pack(ids))
+            namespace, packed = self._place(tracked, ids)
+            self.kv_tree.expect(tracked, namespace, packed(0, len(ids)))
 
     def online_waits_no_more(self, tracked: TrackedRequest) -> None:
         """It is admitted, or has ended."""
@@ -172,7 +173,8 @@ class KvManager:
         if isinstance(self._pool(), PrefixPool):
             ids = port.token_ids(tracked.req)
             if self._is_known(tracked, ids):
-                self.kv_tree.refer(tracked.prefix_key, pack(ids), by)
+                namespace, packed = self._place(tracked, ids)
+                self.kv_tree.refer(namespace, packed(0, len(ids)), by)
 
     def ended(self, tracked: TrackedRequest) -> None:
         """A request has ended; its memory is released before the next plan."""
@@ -186,11 +188,24 @@ class KvManager:
 
     def _future(self, packed: bytes, namespace: Hashable) -> Sequence[Shared]:
         pool = self._pool()
-        return pool.future_references(packed, namespace) if isinstance(pool, PrefixPool) else ()
+        if not isinstance(pool, PrefixPool):
+            return ()
+        assert isinstance(namespace, tuple)
+        prefix_key, tokens = tokens_at(namespace, packed)
+        found = pool.future_references(tokens, prefix_key)
+        if not self.core.is_eagle:
+            return found
+        return [Shared(one.prefix_len - 1, one.num_requests) for one in found if one.prefix_len > 1]
+
+    def _place(self, tracked: TrackedRequest, ids: Sequence[int]) -> Any:
+        prefix_key = tracked.prefix_key
+        assert isinstance(prefix_key, tuple)
+        return place_of(prefix_key, ids, in_pairs=self.core.is_eagle)
 
     def _is_known(self, tracked: TrackedRequest, ids: Sequence[int]) -> bool:
         """Whether the tree holds the first page of a request."""
-        return self.kv_tree.knows(tracked.prefix_key, pack(ids[: self._scheduler.page_size]))
+        namespace, packed = self._place(tracked, ids)
+        return self.kv_tree.knows(namespace, packed(0, self._scheduler.page_size))
 
     # --- Between two plans ---
 

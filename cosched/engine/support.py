@@ -113,10 +113,10 @@ def why_sglang_evicts(resolved: Any, config: Config) -> str | None:
     for name in ("enable_lmcache", "enable_flexkv"):
         if getattr(resolved, name):
             return f"{_flag(name)} replaces SGLang's radix tree"
-    if resolved.speculative_algorithm in ("EAGLE", "EAGLE3"):
-        return "the keys of its radix tree are pairs of tokens (--speculative-algorithm)"
     if not resolved.enable_hierarchical_cache:
         return None
+    if resolved.speculative_algorithm is not None:
+        return "with drafts (--speculative-algorithm), host memory holds the draft model's KV too"
     if resolved.hicache_storage_backend is not None:
         return "KV below host memory (--hicache-storage-backend) is SGLang's"
     if resolved.hicache_host_memory_mode != "cache":

@@ -8,6 +8,9 @@ it is asked to evict anything but an evictable leaf. Therefore the mirror follow
 split, and its number of evictable tokens is compared with the core's before each eviction. If they
 differ, or if a step of the mirror fails, SGLang's own order is used until the server is restarted.
 
+With EAGLE the keys of the engine's tree are pairs of neighbouring tokens. The mirror stores the
+second token of each pair, and the first token of all as part of the namespace (`place_of`).
+
 Only trees of full attention: state-space layers and sliding windows have other rules of eviction.
 Host memory: `cosched.engine.host_core`.
 """
@@ -19,7 +22,7 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
@@ -56,7 +59,6 @@ def can_watch(scheduler: Any) -> bool:
     return (
         type(tree) is UnifiedRadixCache
         and not tree.disable
-        and not tree.tree_core.is_eagle
         and tuple(tree.tree_components) == (ComponentType.FULL,)
     )
 
@@ -141,10 +143,10 @@ class WatchedTreeCore:
             return
         with self._mirroring("a node is not where it should be"):
             path = port.path_of(self._core, node_id)
-            namespace = key.extra_key, key.cache_salt
-            self._tree.settle(
-                namespace, path, _packer(key), is_online=is_online, is_inserted=is_inserted
+            namespace, packed = place_of(
+                (key.extra_key, key.cache_salt), key.raw_token_ids(), in_pairs=self.is_eagle
             )
+            self._tree.settle(namespace, path, packed, is_online=is_online, is_inserted=is_inserted)
 
     def inc_lock_ref(self, node_id: int, *args: Any, **kwargs: Any) -> Any:
         result = self._core.inc_lock_ref(node_id, *args, **kwargs)
@@ -300,13 +302,28 @@ def _is_online(priority: int | None) -> bool:
     return class_of_priority(priority) is RequestClass.ONLINE
 
 
+Namespace = tuple[Hashable, ...]
+"""Extra key, cache salt, and with keys in pairs the first token."""
+
+
+def place_of(
+    prefix_key: Namespace, ids: Sequence[int], *, in_pairs: bool
+) -> tuple[Namespace, Callable[[int, int], bytes]]:
+    """Where the mirror keeps a request: its namespace, and its packed tokens by start and end.
+    in_pairs: the engine's keys are pairs of tokens."""
+    if not in_pairs:
+        return prefix_key, lambda start, end: pack(ids[start:end])
+    return (*prefix_key, *ids[:1]), lambda start, end: pack(ids[start + 1 : end + 1])
+
+
+def tokens_at(namespace: Namespace, packed: bytes) -> tuple[Namespace, bytes]:
+    """The reverse: prefix key and packed tokens from the first one on."""
+    (first,) = namespace[2:] or (None,)
+    return namespace[:2], packed if first is None else pack((cast(int, first),)) + packed
+
+
 def _key(namespace: Hashable, packed: bytes) -> Any:
     assert isinstance(namespace, tuple)
-    extra_key, cache_salt = namespace
+    (extra_key, cache_salt), packed = tokens_at(namespace, packed)
     ids = array("q", np.frombuffer(packed, dtype=np.int32).astype(np.int64).tobytes())
     return RadixKey(ids, extra_key, cache_salt=cache_salt)
-
-
-def _packer(key: Any) -> Callable[[int, int], bytes]:
-    ids = key.raw_token_ids()
-    return lambda start, end: pack(ids[start:end])

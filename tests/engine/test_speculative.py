@@ -10,6 +10,7 @@ from cosched.core.plan import PreemptMode
 from cosched.engine import cpu_drafts
 from tests.engine.conftest import OFFLINE
 from tests.engine.test_forced_stops import StoppingPolicy
+from tests.memory.integrity import check_kv_tree
 
 SMALL = {"max_total_tokens": 700, "max_running_requests": 6}
 DRAFTS = {"speculative_num_draft_tokens": 4}
@@ -111,6 +112,8 @@ def test_the_same_tokens_as_without_drafts(
     assert num_preemptions > 0 or not mixes
     assert engine.scheduler.is_mixed_chunk == mixes
     assert engine.scheduler.is_fully_idle()
+    assert controller.kv is not None and not controller.kv.core.is_off
+    check_kv_tree(controller.kv.kv_tree, [])
 
 
 def test_the_ledger_counts_the_kv_that_the_next_decode_takes(make_engine, flags, monkeypatch):
