@@ -98,6 +98,8 @@ class ReplicaState(msgspec.Struct, kw_only=True, frozen=True):
     num_dry          of these, those for which the device had to wait
     lead_s           time before the predicted end of an iteration at which requests are received;
                      0: when it begins, or has ended [s]
+    tokens_per_decode  tokens that an online request gets in an iteration without prefills, a moving
+                     average; above 1 with speculative decoding
     times_s          ``online_ttft`` and the like -> (sum [s], number of them) since the start
     offline_work_s   predicted device time of finished offline requests in the best batch alone [s]
     skipped          why waiting requests were left out of the latest plan -> number
@@ -126,6 +128,7 @@ class ReplicaState(msgspec.Struct, kw_only=True, frozen=True):
     num_waits: int
     num_dry: int
     lead_s: float
+    tokens_per_decode: float
     num_plans: int
     num_replans: int
     num_safe_plans: int
@@ -185,6 +188,7 @@ def state_of(controller: Controller) -> ReplicaState:
         num_waits=0 if controller.last_moment is None else controller.last_moment.num_waits,
         num_dry=0 if controller.last_moment is None else controller.last_moment.num_dry,
         lead_s=0.0 if controller.last_moment is None else round(controller.last_moment.lead_s, 6),
+        tokens_per_decode=round(controller.tokens_per_decode, 3),
         num_plans=counters.num_plans,
         num_replans=counters.num_replans,
         num_safe_plans=counters.num_safe_plans,

@@ -43,7 +43,9 @@ CASES = {
     "stock": (GPT_OSS, ["--disable-radix-cache"], {"policy": "sglang"}),
     "two flags": (QWEN3, ["--disable-radix-cache", "--enable-pdmux"], {"policy": "hygen"}),
     "DP attention": (QWEN3, ["--tp", "2", "--dp", "2", "--enable-dp-attention"], {}),
-    "an alias": (QWEN3, ["--speculative-algorithm", "nextn", *DRAFT], {}),
+    "drafts": (QWEN3, ["--speculative-algorithm", "nextn", *DRAFT], {}),
+    "drafts and host memory": (QWEN3, ["--speculative-algorithm", "EAGLE", *DRAFT, *HOST], {}),
+    "other drafts": (QWEN3, ["--speculative-algorithm", "FROZEN_KV_MTP", *DRAFT], {}),
     "a model's flag": (EMBEDDING_GEMMA, ["--is-embedding"], {}),
     "host memory": (QWEN3, HOST, {}),
     "host memory, two ranks": (QWEN3, [*HOST, "--tp", "2"], {}),
@@ -72,7 +74,9 @@ def answers():
     return dict(zip(CASES, resolve_servers(servers), strict=True))
 
 
-@pytest.mark.parametrize("name", ["plain", "tp", "one pool", "host memory", "LRU, two ranks"])
+@pytest.mark.parametrize(
+    "name", ["plain", "tp", "drafts", "one pool", "host memory", "LRU, two ranks"]
+)
 def test_plain_models_are_planned(answers, name):
     assert answers[name]["verdict"] == "planned"
 
@@ -90,7 +94,7 @@ def test_a_default_of_the_model_is_not_held_against_the_user(answers):
         ("sliding window", "give --disable-hybrid-swa-memory"),
         ("encoder", "an encoder generates nothing"),
         ("DP attention", "drop --enable-dp-attention or use --cosched-policy sglang"),
-        ("an alias", "drop the flag or use --cosched-policy sglang"),
+        ("other drafts", "cosched plans EAGLE, EAGLE3, NGRAM, STANDALONE; drop the flag"),
         ("gRPC and batches", "--cosched-batches cannot go with --smg-grpc-mode"),
         ("HTTP workers", "--tokenizer-worker-num 4 cannot go with cosched"),
         ("Rust front end", "SGLANG_RUST_SERVER cannot go with cosched"),
@@ -121,6 +125,7 @@ def test_sglangs_own_policy_refuses_nothing(answers):
     ("name", "what"),
     [
         ("host memory, two ranks", "KV eviction by value"),
+        ("drafts and host memory", "KV eviction by value"),
         ("host memory over files", "KV eviction by value"),
         ("gRPC", "service_tier"),
     ],
