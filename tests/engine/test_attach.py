@@ -14,13 +14,9 @@ from cosched.errors import ConfigError
 @pytest.mark.parametrize(
     ("switches", "flag"),
     [
-        (["--disable-radix-cache"], "--disable-radix-cache True"),
-        (["--enable-priority-scheduling"], "--enable-priority-scheduling True"),
+        (["--disable-radix-cache"], "--disable-radix-cache"),
+        (["--enable-priority-scheduling"], "--enable-priority-scheduling"),
         (["--prefill-decode-interval", "3"], "--prefill-decode-interval 3"),
-        (
-            ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4"],
-            "--speculative-algorithm NGRAM",
-        ),
     ],
 )
 def test_settings_that_cannot_go_together(make_engine, switches, flag):
