@@ -334,7 +334,7 @@ class TestBeforeTheModelIsLoaded:
         env = {ENV_VAR: '{"policy": "hygen"}'}
         ended = forks.run_module("tests.plain_sglang", *flags, env=env)
         assert ended.returncode != 0
-        refusal = "--disable-radix-cache True cannot go with --cosched-policy hygen: preempted"
+        refusal = "--disable-radix-cache cannot go with --cosched-policy hygen: preempted"
         assert refusal in ended.stderr
         self.check_not_loaded(ended)
 
