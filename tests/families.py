@@ -83,14 +83,14 @@ def ask(asked: list[Command]) -> list[Answer]:
 
 
 def table(asked: list[Command], answers: list[Answer]) -> str:
-    rows = ["| family | strategy | GPU | cosched | why | flags |", "|---|---|---|---|---|---|"]
+    rows = ["| family | strategy | GPU | cosched | why |", "|---|---|---|---|---|"]
     last = None
     for one, said in zip(asked, answers, strict=True):
         name = one.family if one.family != last else ""
         last = one.family
         why = "; ".join(map(_short, said.reasons))
         strategy = f"{_KINDS[one.kind]}{one.strategy}"
-        rows.append(f"| {name} | {strategy} | {one.gpu} | {said.verdict} | {why} | `{one.flags}` |")
+        rows.append(f"| {name} | {strategy} | {one.gpu} | {said.verdict} | {why} |")
     return "\n".join(rows)
 
 

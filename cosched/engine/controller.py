@@ -56,10 +56,6 @@ MAX_BACKOFF_PLANS = 64
 """Plans for which a request backs off that the engine refuses again and again."""
 
 
-_NEWEST_DECODE = 0.05
-"""Of the newest iteration in the moving average of tokens per decode."""
-
-
 class _Before(NamedTuple):
     """What the latest plan was made with. state: the policy's; ended: `Moment.ended`."""
 
@@ -114,8 +110,6 @@ class Controller:
     """Of the iteration that is being built, when the decode of some requests is paused."""
     must_decode: bool = False
     """See `BatchRules`."""
-    tokens_per_decode: float = 1.0
-    """Moving average: tokens of an online request in an iteration without prefills."""
     latest_plan: Plan = EMPTY_PLAN
     _before: _Before | None = None
 
@@ -203,9 +197,7 @@ class Controller:
             with self._logging() as log:
                 if log is not None:
                     log.finished(iteration, batch)
-        generated = self.table.came(batch)
-        if generated and self.caps.num_drafts and not port.num_prefills(batch):
-            self.tokens_per_decode += _NEWEST_DECODE * (generated - self.tokens_per_decode)
+        self.table.came(batch)
         requests = [t for req in batch.reqs if (t := TrackedRequest.of(req)) is not None]
         if self.timekeeper is not None:
             with self.guard.watching("timekeeper"):
@@ -302,7 +294,7 @@ class Controller:
             caps=self.caps,
             moment=moment,
             predictor=self.predictor,
-            tokens_per_decode=self.tokens_per_decode,
+            tokens_per_decode=self.table.tokens_per_decode,
             must_decode=self.must_decode,
             why_blocked=self._why_blocked,
             lengths=self.lengths,

@@ -63,6 +63,9 @@ _NUM_COLUMNS = _Column.ENDS + NUM_ENDS
 _KEPT = slice(0, _Column.UNTIL)
 """Columns that are written when a request is new."""
 
+_NEWEST_SHARE = 0.05
+"""Of the newest iteration in the moving average of tokens per decode."""
+
 _NONE = -1
 """Not read, not promised, not known."""
 
@@ -80,6 +83,8 @@ class RunningTable:
         self._lengths = lengths
         self._page_size = page_size
         self._decode_reserve = decode_reserve
+        self.tokens_per_decode = 1.0
+        """Moving average: tokens of an online request in an iteration without prefills."""
         self._generations = generations
         self._read = np.full(num_rows, _NONE, dtype=np.int64)
         """With which of them each row was read."""
@@ -99,17 +104,17 @@ class RunningTable:
             self._owners[request.row] = None
             request.row = None
 
-    def came(self, batch: Any) -> float:
-        """The result of an iteration is known. Returns the mean number of tokens that its online
-        requests have generated; 0.0: there is none."""
-        rows, num_output = (
-            port.rows_of(batch),
-            np.array(port.num_outputs(batch.reqs), dtype=np.int64),
-        )
-        generated = num_output - self._columns[_Column.OUTPUT, rows]
+    def came(self, batch: Any) -> None:
+        """The result of an iteration is known."""
+        rows = port.rows_of(batch)
+        num_output = np.array(port.num_outputs(batch.reqs), dtype=np.int64)
+        if self._decode_reserve > 1 and not port.num_prefills(batch):
+            generated = num_output - self._columns[_Column.OUTPUT, rows]
+            generated = generated[(self._columns[_Column.OFFLINE, rows] == 0) & (generated > 0)]
+            if len(generated):
+                change = float(generated.mean()) - self.tokens_per_decode
+                self.tokens_per_decode += _NEWEST_SHARE * change
         self._columns[_Column.OUTPUT, rows] = num_output
-        online = generated[(self._columns[_Column.OFFLINE, rows] == 0) & (generated > 0)]
-        return float(online.mean()) if len(online) else 0.0
 
     def promise(
         self, plan: Plan, waiting: WaitingQueue, batch: Any, unfinished: Any | None

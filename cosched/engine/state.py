@@ -188,7 +188,7 @@ def state_of(controller: Controller) -> ReplicaState:
         num_waits=0 if controller.last_moment is None else controller.last_moment.num_waits,
         num_dry=0 if controller.last_moment is None else controller.last_moment.num_dry,
         lead_s=0.0 if controller.last_moment is None else round(controller.last_moment.lead_s, 6),
-        tokens_per_decode=round(controller.tokens_per_decode, 3),
+        tokens_per_decode=round(controller.table.tokens_per_decode, 3),
         num_plans=counters.num_plans,
         num_replans=counters.num_replans,
         num_safe_plans=counters.num_safe_plans,
