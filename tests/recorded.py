@@ -35,7 +35,12 @@ def batch_of(*requests: FakeRequest, finishing: tuple[str, ...] = ()) -> SimpleN
         for request in requests
     ]
     lengths = _Lengths(request.num_computed_tokens + 1 for request in requests)
-    return SimpleNamespace(reqs=reqs, forward_mode=_Mode(), seq_lens_cpu=lengths)
+    return SimpleNamespace(
+        reqs=reqs, forward_mode=_Mode(), seq_lens_cpu=lengths, spec_algorithm=NO_DRAFTS
+    )
+
+
+NO_DRAFTS = SimpleNamespace(is_none=lambda: True)
 
 
 @dataclass

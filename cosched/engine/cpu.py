@@ -9,7 +9,7 @@ Host memory (HiCache): SGLang copies KV between the device and pinned host memor
 Here the memory is not pinned and the copies are plain torch; queues, events, locks and the
 layer-by-layer loading are SGLang's own.
 
-Speculative decoding: `cosched.engine.cpu_drafts`.
+Speculative decoding: `cosched.engine.port.cpu_drafts`.
 
 ``torch.compile``: SGLang compiles some operations of the sampler (repetition penalties). The first
 request that needs one would stop the scheduler for seconds while it compiles. Without compilation
@@ -55,7 +55,7 @@ def run_uncompiled(server_args: Any) -> None:
 
 
 def _worker_by_lookup(algorithm: Any, server_args: Any) -> Any:
-    from cosched.engine import cpu_drafts
+    from cosched.engine.port import cpu_drafts
 
     cpu_drafts.install()
     return cpu_drafts.LookupWorker

@@ -319,7 +319,7 @@ def made_up(next_tokens: Sequence[int]) -> Any:
 
 def made_up_drafts(batch: Any, tokens: Sequence[Sequence[int]]) -> Any:
     """The same under speculative decoding: the new tokens of each request."""
-    from cosched.engine.cpu_drafts import Drafts
+    from cosched.engine.port.cpu_drafts import Drafts
 
     width = int(get_spec().speculative_num_draft_tokens)
     is_decode = batch.forward_mode.is_decode()

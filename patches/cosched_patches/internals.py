@@ -35,10 +35,11 @@ INTERNALS: Mapping[str, tuple[str, ...]] = {
             chunked_req_limit new_chunked_req rem_chunk_tokens
         """,
         "managers.schedule_batch.ScheduleBatch": """
-            batch_is_full chunked_req decoding_reqs extend_lens filter_batch forward_mode
+            batch_is_full chunked_req decoding_reqs device extend_lens filter_batch forward_mode
             hicache_consumer_index input_ids is_empty merge_batch orig_seq_lens out_cache_loc
             prefix_lens req_pool_indices req_pool_indices_cpu req_to_token_pool reqs
-            return_logprob sampling_info seq_lens seq_lens_cpu seq_lens_sum tree_cache
+            return_logprob sampling_info seq_lens seq_lens_cpu seq_lens_sum spec_algorithm spec_info
+            tree_cache
         """,
         "managers.schedule_batch.Req": """
             _compute_max_prefix_len _stop_match_tail_len beam_group cache_salt cached_tokens

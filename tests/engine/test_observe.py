@@ -8,6 +8,7 @@ import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.core.plan import Plan
 from cosched.engine.guard import Guard
 from cosched.engine.observe import Iteration, IterationObserver
+from tests.recorded import NO_DRAFTS
 
 
 class ByHand:
@@ -34,7 +35,7 @@ class Lengths(list):
         return list(self)
 
 
-BATCH = SimpleNamespace(forward_mode=Mode(), seq_lens_cpu=Lengths([5, 7]))
+BATCH = SimpleNamespace(forward_mode=Mode(), seq_lens_cpu=Lengths([5, 7]), spec_algorithm=NO_DRAFTS)
 
 
 class Loop:

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from cosched.core.plan import PreemptMode
-from cosched.engine import cpu_drafts
+from cosched.engine.port import cpu_drafts
 from tests.engine.conftest import OFFLINE
 from tests.engine.test_forced_stops import StoppingPolicy
 from tests.memory.integrity import check_kv_tree

@@ -401,7 +401,7 @@ class VirtualEngine:
     def _verified(self, batch: Any, num_drafts: int) -> list[list[int]]:
         """The new tokens of each request under speculative decoding. `num_drafts`: 0 with prefills
         in the batch."""
-        if not batch.forward_mode.is_decode():
+        if port.num_prefills(batch):
             return [[token] for token in self._tokens(batch)]
         tokens = []
         for req in batch.reqs:
