@@ -53,6 +53,17 @@ def test_two_replicas_serve_both_classes(tiny_model, forks):
         check_both_classes(server)
 
 
+@pytest.mark.parametrize("algorithm", ["EAGLE", "NGRAM"])
+def test_both_classes_decode_with_drafts(tiny_model, forks, algorithm):
+    flags = ["--speculative-algorithm", algorithm, "--speculative-num-draft-tokens", "4"]
+    if algorithm == "EAGLE":
+        flags += ["--speculative-num-steps", "3", "--speculative-eagle-topk", "1"]
+        flags += ["--speculative-draft-model-path", str(tiny_model)]
+    with start_server(tiny_model, *flags, *LIMITS, forks=forks) as server:
+        check_both_classes(server)
+        assert server.states()[0]["tokens_per_decode"] >= 1
+
+
 @pytest.fixture(scope="module")
 def two_ranks(tiny_model, forks):
     """With memory for a few prompts, and hygen: its plans depend on measured times, which the ranks
