@@ -145,8 +145,14 @@ def _answer(said: dict) -> Answer:
     return Answer("planned", ())
 
 
+_IN_SHORT = ("sliding-window", "state-space", "DP attention", "prefill delayer")
+
+
 def _short(reason: str) -> str:
-    """A reason without its subject and the way out."""
+    """A reason in a word, or without its subject and the way out."""
+    for words in _IN_SHORT:
+        if words in reason:
+            return words
     return reason.split(": ", 1)[-1].split(";")[0].split(" (--help")[0]
 
 
