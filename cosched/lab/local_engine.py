@@ -18,6 +18,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import zmq
 from sglang.srt.distributed.parallel_state import (
     destroy_distributed_environment,
     destroy_model_parallel,
@@ -102,6 +103,14 @@ class _DeviceModule:
         return getattr(self._module, name)
 
 
+def _close_sockets() -> None:
+    """Close the sockets of a scheduler that failed while it was built. When they are collected as
+    garbage they would wait for their messages to be read, for ever."""
+    for found in gc.get_objects():
+        if isinstance(found, zmq.Context) and not found.closed:
+            found.destroy(linger=0)
+
+
 def _release_groups() -> None:
     """Destroy SGLang's process groups."""
     destroy_model_parallel()
@@ -137,6 +146,7 @@ class LocalEngine:
             try:
                 self.scheduler: Any = Scheduler(server_args, _ports(server_args))
             except BaseException:
+                _close_sockets()
                 _release_groups()
                 raise
         self.replies: dict[str, Reply] = {}
