@@ -31,6 +31,18 @@ WINDOWS = {
 ONE_POOL = ("--disable-hybrid-swa-memory",)
 
 
+@pytest.fixture
+def forget_experts():
+    """SGLang sets where experts are once in a process; call it between two engines."""
+    from sglang.srt.runtime_context import get_resources
+
+    def forget():
+        get_resources().expert_location_metadata = None
+
+    yield forget
+    forget()
+
+
 @pytest.mark.parametrize(
     ("model", "switches"),
     [
@@ -38,16 +50,13 @@ ONE_POOL = ("--disable-hybrid-swa-memory",)
         pytest.param(WINDOWS, ONE_POOL, id="sliding windows in one pool"),
     ],
 )
-def test_the_same_tokens_as_stock(make_engine, tmp_path, model, switches):
-    from sglang.srt.runtime_context import get_resources
-
-    get_resources().expert_location_metadata = None  # SGLang sets it once in a process
+def test_the_same_tokens_as_stock(make_engine, forget_experts, tmp_path, model, switches):
     (tmp_path / "config.json").write_text(json.dumps(SIZES | model))
     served = {"model_path": tmp_path, "load_format": "dummy"}
     texts = prompts(16)
     stock = make_engine(policy="sglang", mixed=False, switches=switches, **served)
     expected = submit(stock, texts)
-    get_resources().expert_location_metadata = None
+    forget_experts()
     engine = make_engine(policy="cosched", switches=switches, max_total_tokens=700, **served)
     assert submit(engine, texts) == expected
     assert engine.scheduler.cosched.kv is not None
