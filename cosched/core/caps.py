@@ -30,9 +30,8 @@ class EngineCaps:
     promises                `Plan.promise` replaces the engine's own reserve
     hosts                   `Plan.hosts` is accounted for
     shared_prefix           the KV of a shared prefix is read once for all its decodes
-    num_drafts              tokens that a decode verifies beside its own, with speculative decoding;
-                            in a mixed iteration none is
-    decode_reserve          KV tokens that a request must have beyond its computed ones to decode
+    decode_reserve          KV tokens that a request must have beyond its computed ones to decode;
+                            above 1 with speculative decoding
     host_tokens             KV tokens that host memory holds (HiCache); 0: there is none, and
                             nothing can be copied there
     """
@@ -51,7 +50,6 @@ class EngineCaps:
     promises: bool = False
     hosts: bool = False
     shared_prefix: bool = False
-    num_drafts: int = 0
     decode_reserve: int = 1
     host_tokens: int = 0
 

@@ -193,14 +193,14 @@ class KvManager:
         assert isinstance(namespace, tuple)
         prefix_key, tokens = tokens_at(namespace, packed)
         found = pool.future_references(tokens, prefix_key)
-        if not self.core.is_eagle:
+        if not self.core.in_pairs:
             return found
         return [Shared(one.prefix_len - 1, one.num_requests) for one in found if one.prefix_len > 1]
 
     def _place(self, tracked: TrackedRequest, ids: Sequence[int]) -> Any:
         prefix_key = tracked.prefix_key
         assert isinstance(prefix_key, tuple)
-        return place_of(prefix_key, ids, in_pairs=self.core.is_eagle)
+        return place_of(prefix_key, ids, in_pairs=self.core.in_pairs)
 
     def _is_known(self, tracked: TrackedRequest, ids: Sequence[int]) -> bool:
         """Whether the tree holds the first page of a request."""

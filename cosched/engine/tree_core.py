@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 _LEAST_TAIL = 256
 """Fewest tokens that a node is split for, and fewest that are left of it."""
 
-_OWN = frozenset({"evicted", "is_off", "transferred"})
+_OWN = frozenset({"evicted", "in_pairs", "is_off", "transferred"})
 """Public attributes of the wrapper. Private ones are its own too; SGLang sets public ones of the
 core."""
 
@@ -66,6 +66,7 @@ def can_watch(scheduler: Any) -> bool:
 class WatchedTreeCore:
     """Takes the place of ``UnifiedRadixCache.tree_core``. See the docstring of the module.
 
+    in_pairs the engine's keys are pairs of tokens
     is_off   SGLang's own order is used, because the mirror was wrong
     evicted  tokens evicted since the start: ``all``, and by the uses of `KvOccupancy`
     """
@@ -77,6 +78,7 @@ class WatchedTreeCore:
         self._insert: Any = None
         self._quota = 0
         self._wanted: int | None = None
+        self.in_pairs = bool(core.is_eagle)
         self.is_off = False
         self.evicted: Counter[str] = Counter()
 
@@ -144,7 +146,7 @@ class WatchedTreeCore:
         with self._mirroring("a node is not where it should be"):
             path = port.path_of(self._core, node_id)
             namespace, packed = place_of(
-                (key.extra_key, key.cache_salt), key.raw_token_ids(), in_pairs=self.is_eagle
+                (key.extra_key, key.cache_salt), key.raw_token_ids(), in_pairs=self.in_pairs
             )
             self._tree.settle(namespace, path, packed, is_online=is_online, is_inserted=is_inserted)
 

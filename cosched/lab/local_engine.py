@@ -33,9 +33,11 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.observability.req_time_stats import APIServerReqTimeStats
 from sglang.srt.plugins import load_plugins
-from sglang.srt.runtime_context import SpawnRanks, get_spec, publish
+from sglang.srt.runtime_context import SpawnRanks, publish
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, prepare_server_args
+
+from cosched.engine.port.cpu_drafts import num_verified, result_of
 
 
 @dataclass(slots=True, kw_only=True)
@@ -329,17 +331,7 @@ def made_up(next_tokens: Sequence[int]) -> Any:
 
 def made_up_drafts(batch: Any, tokens: Sequence[Sequence[int]]) -> Any:
     """The same under speculative decoding: the new tokens of each request."""
-    from cosched.engine.port.cpu_drafts import Drafts
-
-    width = int(get_spec().speculative_num_draft_tokens)
-    is_decode = batch.forward_mode.is_decode()
-    padded = [[*new, *[0] * (width - len(new))] if is_decode else list(new) for new in tokens]
+    width = num_verified() if batch.forward_mode.is_decode() else 1
+    padded = [[*new, *[0] * (width - len(new))] for new in tokens]
     generated = torch.tensor([len(new) for new in tokens], dtype=torch.int32)
-    return GenerationBatchResult(
-        next_token_ids=torch.tensor(padded, dtype=torch.int64).flatten(),
-        accept_lens=generated,
-        new_seq_lens=batch.seq_lens + generated if is_decode else batch.seq_lens.clone(),
-        next_draft_input=Drafts(),
-        speculative_num_draft_tokens=width,
-        can_run_cuda_graph=False,
-    )
+    return result_of(batch, torch.tensor(padded, dtype=torch.int64).flatten(), generated)

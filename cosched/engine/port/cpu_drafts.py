@@ -57,17 +57,39 @@ class Drafts(SpecInput):  # type: ignore[misc]
 
     def __init__(self) -> None:
         super().__init__(SpecInputType.NGRAM_VERIFY)
-        self.future_indices: Any = None
-        self.dsa_topk_indices: Any = None
-        self.bonus_tokens: Any = None
 
     def filter_batch(self, new_indices: Any, new_indices_cpu: Any = None) -> None:
-        if self.future_indices is not None:
-            self.future_indices = self.future_indices[new_indices]
+        pass
 
     def merge_batch(self, spec_info: Drafts) -> None:
-        if self.future_indices is not None:
-            self.future_indices = torch.cat((self.future_indices, spec_info.future_indices))
+        pass
+
+
+def result_of(
+    batch: Any, next_tokens: torch.Tensor, generated: torch.Tensor, *, logits: Any = None
+) -> GenerationBatchResult:
+    """The result of an iteration, as SGLang reads it without the overlap scheduler, which it does
+    not have for drafts on a CPU.
+
+    next_tokens  the next token of each request; of a decode as many for each as are verified
+    generated    how many of these each request gets; 1 in a batch with prefills
+    """
+    return GenerationBatchResult(
+        logits_output=logits,
+        next_token_ids=next_tokens,
+        accept_lens=generated,
+        new_seq_lens=batch.seq_lens + generated
+        if batch.forward_mode.is_decode()
+        else batch.seq_lens,
+        next_draft_input=Drafts(),
+        speculative_num_draft_tokens=num_verified(),
+        can_run_cuda_graph=False,
+    )
+
+
+def num_verified() -> int:
+    """Tokens of each request that a decode verifies, its own included."""
+    return int(get_spec().speculative_num_draft_tokens)
 
 
 class _Verify(SpecInput):  # type: ignore[misc]
@@ -88,8 +110,7 @@ class LookupWorker(BaseSpecWorker):  # type: ignore[misc]
         super().__init__()
         self._target_worker = target_worker
         self.model_runner = target_worker.model_runner
-        self.num_tokens = int(get_spec().speculative_num_draft_tokens)
-        self.speculative_num_draft_tokens = self.num_tokens
+        self.num_tokens = num_verified()
 
     @property
     def target_worker(self) -> Any:
@@ -99,29 +120,14 @@ class LookupWorker(BaseSpecWorker):  # type: ignore[misc]
     def draft_worker(self) -> None:
         return None
 
-    def forward_batch_generation(
-        self, batch: Any, on_publish: Any = None, **_: Any
-    ) -> GenerationBatchResult:
+    def forward_batch_generation(self, batch: Any, **_: Any) -> GenerationBatchResult:
         if batch.forward_mode.is_decode():
-            return self._verify(batch, on_publish)
+            return self._verify(batch)
         result = self._target_worker.forward_batch_generation(batch)
-        num_rows, device = len(batch.reqs), batch.device
-        ids = torch.zeros(num_rows, self.num_tokens, dtype=torch.int64, device=device)
-        ids[:, 0] = result.next_token_ids
-        new_seq_lens = batch.seq_lens.clone()
-        if on_publish is not None:
-            on_publish(new_seq_lens)
-        return GenerationBatchResult(
-            logits_output=result.logits_output,
-            next_token_ids=result.next_token_ids,
-            accept_lens=torch.ones(num_rows, dtype=torch.int32, device=device),
-            new_seq_lens=new_seq_lens,
-            next_draft_input=Drafts(),
-            speculative_num_draft_tokens=self.num_tokens,
-            can_run_cuda_graph=False,
-        )
+        ones = torch.ones(len(batch.reqs), dtype=torch.int32, device=batch.device)
+        return result_of(batch, result.next_token_ids, ones, logits=result.logits_output)
 
-    def _verify(self, batch: Any, on_publish: Any) -> GenerationBatchResult:
+    def _verify(self, batch: Any) -> GenerationBatchResult:
         number, device = self.num_tokens, batch.device
         drafted = [
             draft([*req.origin_input_ids, *req.output_ids], number - 1) for req in batch.reqs
@@ -146,18 +152,7 @@ class LookupWorker(BaseSpecWorker):  # type: ignore[misc]
             dtype=torch.int32,
             device=device,
         )
-        new_seq_lens = batch.seq_lens + accepted
-        if on_publish is not None:
-            on_publish(new_seq_lens)
-        return GenerationBatchResult(
-            logits_output=result.logits_output,
-            next_token_ids=predicted.flatten(),
-            accept_lens=accepted,
-            new_seq_lens=new_seq_lens,
-            next_draft_input=Drafts(),
-            speculative_num_draft_tokens=number,
-            can_run_cuda_graph=False,
-        )
+        return result_of(batch, predicted.flatten(), accepted, logits=result.logits_output)
 
     def _sample(self, batch: Any, logits: torch.Tensor) -> torch.Tensor:
         """The model's token at each position: the likeliest, or one drawn at the request's

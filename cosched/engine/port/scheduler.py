@@ -43,7 +43,6 @@ def caps_of(scheduler: Any) -> EngineCaps:
         promises=True,
         hosts=True,
         shared_prefix=reads_once() and scheduler.spec_algorithm.is_none(),
-        num_drafts=drafts_per_decode(),
         decode_reserve=1 if scheduler.spec_algorithm.is_none() else get_alloc_reserve_per_decode(),
         host_tokens=host_total(scheduler),
     )

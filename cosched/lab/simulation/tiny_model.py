@@ -43,4 +43,6 @@ def write_model_config(folder: Path, identity: EngineIdentity | None) -> None:
 def draft_model_flags(folder: str, flags: Sequence[str]) -> Sequence[str]:
     """The draft model where `flags` ask for speculative decoding: SGLang wants one to be named; it
     is not loaded."""
-    return ("--speculative-draft-model-path", folder) * ("--speculative-algorithm" in flags)
+    if "--speculative-algorithm" not in flags:
+        return ()
+    return ("--speculative-draft-model-path", folder)
