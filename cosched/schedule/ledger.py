@@ -10,6 +10,7 @@ from cosched.core.plan import SkipReason
 from cosched.core.request import Request, RequestClass, num_tokens_left, num_tokens_of
 from cosched.core.view import Match, View
 from cosched.schedule.forecast import KvForecast
+from cosched.schedule.side_ledger import side_ledgers
 
 
 class Ledger:
@@ -24,6 +25,8 @@ class Ledger:
 
     Limits count the decodes of all running requests from the start; pausing and preempting refund
     them (`refund_pauses`, `refund_preemption`). Time counts those that `add_decodes` names.
+
+    Memory beside the KV has ledgers of its own (`cosched.schedule.side_ledger`).
     """
 
     __slots__ = (
@@ -35,6 +38,7 @@ class Ledger:
         "_num_admitted",
         "_num_prefills",
         "_running",
+        "_side",
         "_stopped",
         "_view",
         "available",
@@ -64,6 +68,7 @@ class Ledger:
         self._num_prefills = 0
         self._running: frozenset[str] | None = None
         self._stopped: frozenset[str] = frozenset()
+        self._side = side_ledgers(view)
         self._most_tokens = limit
         self.tokens = limit - num_mixed
         """Prefill tokens left."""
@@ -102,6 +107,7 @@ class Ledger:
             other._adapters = self._adapters.copy()
         if self._forecast is not None:
             other._forecast = self._forecast.fork()
+        other._side = tuple(side.fork() for side in self._side)
         return other
 
     def seconds(self) -> float:
@@ -140,6 +146,8 @@ class Ledger:
         if not self._has_adapter(request):
             return SkipReason.ADAPTERS
         if not self.fits(request, match):
+            return SkipReason.MEMORY_BUDGET
+        if any(side.refuses(request, match) for side in self._side):
             return SkipReason.MEMORY_BUDGET
         if (
             self.offline_headroom is not None
@@ -213,6 +221,9 @@ class Ledger:
         """
         remaining = num_tokens_of(request) - num_cached
         available = self._chunk_headroom(num_loaded)
+        for side in self._side:
+            most = side.most_tokens(request, num_cached)
+            available = available if most is None else min(available, most)
         if not request.traits.can_cut:
             # The first one may use the tokens that are counted for decodes.
             limit = self.tokens if self._num_prefills else self._most_tokens
@@ -256,6 +267,8 @@ class Ledger:
             self._adapters[request.traits.adapter] += 1
         if match.host:
             self.totals.add_load(match.host)
+        for side in self._side:
+            side.charge_admission(request, match, num_tokens)
         self._charge_prefill(request, match.cached, num_tokens)
 
     @property
@@ -295,6 +308,8 @@ class Ledger:
     def charge_continuation(self, request: Request, num_tokens: int) -> None:
         """Spend what `num_tokens` more of an unfinished prefill take."""
         self.slots -= 1
+        for side in self._side:
+            side.charge_continuation(request, num_tokens)
         self._charge_prefill(request, request.num_computed_tokens, num_tokens)
 
     def promise(self, request: Request, num_tokens: int) -> None:
@@ -337,6 +352,8 @@ class Ledger:
         self._stopped |= {request.rid}
         self.headroom += gain + reserve
         self.available += gain
+        for side in self._side:
+            side.refund_preemption(request)
         is_unfinished = any(r.rid == request.rid for r in self._view.unfinished)
         if self._forecast is not None:
             self._forecast.drop(request, num_tokens_left(request) if is_unfinished else 0)

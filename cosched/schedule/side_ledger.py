@@ -1,0 +1,42 @@
+"""Memory that requests need beside the KV of full attention: state slots, or the KV of windows."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from cosched.core.request import Request
+from cosched.core.view import Match, View
+
+
+class SideLedger(Protocol):
+    """What is left of one such memory while a plan grows. `Ledger` asks it beside its own limits
+    and tells it what it charges and refunds."""
+
+    def fork(self) -> SideLedger:
+        """A copy for a trial."""
+        ...
+
+    def refuses(self, request: Request, match: Match) -> bool:
+        """True if a waiting request cannot be admitted, even with its shortest chunk."""
+        ...
+
+    def most_tokens(self, request: Request, num_cached: int) -> int | None:
+        """Most prompt tokens that a request can compute in this iteration; None: any number."""
+        ...
+
+    def charge_admission(self, request: Request, match: Match, num_tokens: int) -> None:
+        """A waiting request is admitted with this number of prompt tokens."""
+        ...
+
+    def charge_continuation(self, request: Request, num_tokens: int) -> None:
+        """An unfinished prefill continues."""
+        ...
+
+    def refund_preemption(self, request: Request) -> None:
+        """A running request or an unfinished prefill is preempted."""
+        ...
+
+
+def side_ledgers(view: View) -> tuple[SideLedger, ...]:
+    """One for each memory beside the KV that the engine has."""
+    return ()
