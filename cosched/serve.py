@@ -29,7 +29,7 @@ from cosched.engine.arguments import (
     engine_parser,
 )
 from cosched.engine.options import ServerFlags, config_from
-from cosched.engine.support import check_arguments, other_front_end, resolved_arguments
+from cosched.engine.support import check_arguments, resolved_arguments, why_no_batches
 from cosched.errors import ConfigError
 from cosched.policies import policy_entry, policy_names
 
@@ -106,7 +106,7 @@ def with_batches(config: Config, resolved: Any) -> Config:
     be used, the server says why and has no batches."""
     if config.batches.folder is not None:
         return config
-    if other_front_end(resolved) is not None:
+    if why_no_batches(resolved, config.batches) is not None:  # the start line says so
         return msgspec.structs.replace(
             config, batches=msgspec.structs.replace(config.batches, folder=OFF)
         )

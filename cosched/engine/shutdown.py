@@ -24,6 +24,7 @@ from typing import Any
 from sglang.srt.managers.io_struct import AbortReq, SetInternalStateReq
 from sglang.srt.utils import kill_process_tree
 
+from cosched.engine import port
 from cosched.engine.offline_gate import LET_GO
 
 logger = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 async def drain(end: Callable[[Any], Awaitable[None]], manager: Any, *, drain_s: float) -> None:
     """Replaces SGLang's `sigterm_watchdog`, which is `end`: waits for a signal, then for running
     requests, and lets SGLang end the processes."""
-    if manager._server_stop_hook is None:
+    if manager._server_stop_hook is None and not port.is_http_worker(manager):
         await end(manager)  # no server: signals are the embedding program's
         return
     faulty: list[bool] = []
@@ -82,6 +83,8 @@ async def drain(end: Callable[[Any], Awaitable[None]], manager: Any, *, drain_s:
         )
         await _until_answered(manager, time.monotonic() + _ABORT_S)
         manager.rid_to_state.clear()
+    if port.is_http_worker(manager):
+        await _until_others_answered(manager, deadline_s)
     if faulty:
         logger.critical("cosched: drained after a fault; ending with exit code %d", EXIT_CODE)
         atexit.register(_exit_after_fault)
@@ -118,6 +121,20 @@ async def _let_go(manager: Any, *, within_s: float) -> None:
 async def _until_answered(manager: Any, deadline_s: float) -> None:
     while manager.rid_to_state and time.monotonic() < deadline_s:
         await asyncio.sleep(_POLL_S)
+
+
+async def _until_others_answered(manager: Any, deadline_s: float) -> None:
+    """Requests of the other HTTP processes: the first one that ends also ends the scheduler."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(max(deadline_s - time.monotonic(), _POLL_S)):
+            while True:
+                states = [state.get("cosched", {}) for state in await manager.get_internal_state()]
+                if not any(
+                    state.get("num_running_online", 0) + state.get("num_waiting_online", 0)
+                    for state in states
+                ):
+                    return
+                await asyncio.sleep(_POLL_S)
 
 
 def _end_at_once(code: int) -> None:

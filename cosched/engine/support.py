@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from cosched.batch.config import BatchesConfig
 from cosched.config import Config
 from cosched.errors import ConfigError, choices
 from cosched.memory.config import ENGINE_ORDERS
@@ -53,7 +54,7 @@ class Support(NamedTuple):
 
     policy   its name
     plans    the policy plans iterations; False: SGLang schedules, and only front ends are refused
-    refused  why the server cannot start with the policy, and what to drop; empty: it can
+    refused  why the server cannot start so, and what to drop; empty: it can
     without  what it does not have there, and why
     """
 
@@ -81,12 +82,11 @@ def support(server_args: Any, config: Config) -> Support:
         plans=plans,
         refused=(
             *(_refused(server_args, resolved, config) if plans else ()),
-            *_refused_http_processes(resolved),
             *_refused_batches(resolved, config),
         ),
         without=(
             *(_without_kv_order(resolved, config) if plans else ()),
-            *_without_front_end(resolved),
+            *_without_front_end(resolved, config),
         ),
     )
 
@@ -207,42 +207,44 @@ def _why_no_shared_pages(resolved: Any) -> str | None:
 
 def other_front_end(resolved: Any) -> str | None:
     """The flag of a front end that is not SGLang's HTTP server."""
+    from sglang.srt.environ import envs
+
     for name, flag in _OTHER_FRONT_ENDS:
         if getattr(resolved, name):
             return flag
+    return "SGLANG_RUST_SERVER" if envs.SGLANG_RUST_SERVER.get() else None
+
+
+def why_no_batches(resolved: Any, batches: BatchesConfig) -> str | None:
+    """Why a server cannot have Files and Batches in such a store."""
+    flag = other_front_end(resolved)
+    if flag is not None:
+        return f"{flag} has a front end that is not SGLang's HTTP server"
+    if resolved.tokenizer_worker_num > 1 and not batches.is_shared:
+        return (
+            f"the processes of --tokenizer-worker-num {resolved.tokenizer_worker_num} need a store "
+            "that several may use; give --cosched-batches-url postgresql://..."
+        )
     return None
 
 
-def _refused_http_processes(resolved: Any) -> Iterator[str]:
-    """Those without cosched's hooks."""
-    from sglang.srt.environ import envs
-
-    reason = "would take offline requests for online ones; leave it out"
-    if resolved.tokenizer_worker_num > 1:
-        yield (
-            f"--tokenizer-worker-num {resolved.tokenizer_worker_num} cannot go with cosched: "
-            f"SGLang loads no plugins in its further HTTP processes, which {reason}"
-        )
-    if envs.SGLANG_RUST_SERVER.get():
-        yield f"SGLANG_RUST_SERVER cannot go with cosched: it has no hooks and {reason}"
-
-
 def _refused_batches(resolved: Any, config: Config) -> Iterator[str]:
-    flag = other_front_end(resolved)
-    if flag is not None and config.batches.is_on:
-        yield (
-            f"--cosched-batches cannot go with {flag}: its front end is not SGLang's HTTP server; "
-            "drop one of them"
-        )
+    reason = why_no_batches(resolved, config.batches)
+    if reason is not None and config.batches.is_on:
+        yield f"no Files and Batches (--cosched-batches) here: {reason}"
 
 
-def _without_front_end(resolved: Any) -> Iterator[str]:
-    flag = other_front_end(resolved)
-    if flag is not None:
+def _without_front_end(resolved: Any, config: Config) -> Iterator[str]:
+    reason = why_no_batches(resolved, config.batches)
+    if other_front_end(resolved) is not None:
         yield (
-            "Files and Batches, service_tier, x-cosched headers and /cosched "
-            f"({flag} has a front end of its own: it passes `priority` only)"
+            f"Files and Batches, service_tier, x-cosched headers, claims, /cosched ({reason}; it "
+            "passes `priority` and `custom_params`)"
         )
+    elif reason is not None and not config.batches.is_on:
+        yield f"Files and Batches ({reason})"
+    if resolved.tokenizer_worker_num > 1 and config.claims.keys:
+        yield "exact limits of API keys: each HTTP process counts its own requests"
 
 
 def _without_kv_order(resolved: Any, config: Config) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import sys
 from collections.abc import AsyncIterator
@@ -43,13 +44,14 @@ def front() -> Front:
 
 
 def check_server(server_args: Any, *_: Any, **__: Any) -> None:
-    """Refuses arguments that the policy does not support before a process starts. SGLang's HTTP
-    workers (``--tokenizer-worker-num`` above 1) load no plugins, and its Rust front end has no
-    hooks: ``service_tier`` and headers would be ignored silently."""
+    """Refuses arguments that the policy does not support before a process starts. Further HTTP
+    processes (``--tokenizer-worker-num``) import cosched's application: SGLang's own loads no
+    plugins."""
     try:
         config = load_config()
         if config is not None:
             check_arguments(server_args, config)
+            os.environ.setdefault("SGLANG_HTTP_SERVER_APP_PATH", "cosched_patches.http_worker:app")
     except ConfigError as error:
         # One sentence, no traceback, no process started.
         print(f"cosched: {error}", file=sys.stderr)

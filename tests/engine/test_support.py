@@ -31,6 +31,8 @@ EMBEDDING_GEMMA = {
 HOST = ["--enable-hierarchical-cache"]
 DRAFT = ["--speculative-draft-model-path", "{folder}"]
 BATCHES = {"batches": {"folder": "/tmp/batches"}}
+POSTGRESQL = {"batches": {"folder": "/tmp/batches", "url": "postgresql://me@host/batches"}}
+CLAIMS = {"claims": {"keys": {"tenant": {"max_online": 1}}}}
 
 CASES = {
     "plain": (QWEN3, [], {}),
@@ -54,8 +56,11 @@ CASES = {
     "gRPC": (QWEN3, ["--smg-grpc-mode"], {}),
     "gRPC and batches": (QWEN3, ["--smg-grpc-mode"], BATCHES),
     "encoder": (QWEN3_VL, ["--encoder-only"], {}),
-    "HTTP workers": (QWEN3, ["--tokenizer-worker-num", "4"], {"policy": "sglang"}),
-    "Rust front end": (QWEN3, [], {"policy": "sglang"}, {"SGLANG_RUST_SERVER": "1"}),
+    "HTTP processes": (QWEN3, ["--tokenizer-worker-num", "4"], {}),
+    "HTTP processes and batches": (QWEN3, ["--tokenizer-worker-num", "4"], BATCHES),
+    "HTTP processes, PostgreSQL": (QWEN3, ["--tokenizer-worker-num", "4"], POSTGRESQL),
+    "HTTP processes and claims": (QWEN3, ["--tokenizer-worker-num", "4"], CLAIMS),
+    "Rust front end": (QWEN3, [], {}, {"SGLANG_RUST_SERVER": "1"}),
 }
 
 
@@ -75,7 +80,16 @@ def answers():
 
 
 @pytest.mark.parametrize(
-    "name", ["plain", "tp", "drafts", "one pool", "host memory", "LRU, two ranks"]
+    "name",
+    [
+        "plain",
+        "tp",
+        "drafts",
+        "one pool",
+        "host memory",
+        "LRU, two ranks",
+        "HTTP processes, PostgreSQL",
+    ],
 )
 def test_plain_models_are_planned(answers, name):
     assert answers[name]["verdict"] == "planned"
@@ -95,9 +109,8 @@ def test_a_default_of_the_model_is_not_held_against_the_user(answers):
         ("encoder", "an encoder generates nothing"),
         ("DP attention", "drop --enable-dp-attention or use --cosched-policy sglang"),
         ("other drafts", "cosched plans EAGLE, EAGLE3, NGRAM, STANDALONE; drop the flag"),
-        ("gRPC and batches", "--cosched-batches cannot go with --smg-grpc-mode"),
-        ("HTTP workers", "--tokenizer-worker-num 4 cannot go with cosched"),
-        ("Rust front end", "SGLANG_RUST_SERVER cannot go with cosched"),
+        ("gRPC and batches", "--smg-grpc-mode has a front end that is not SGLang's"),
+        ("HTTP processes and batches", "give --cosched-batches-url postgresql://"),
     ],
 )
 def test_a_refusal_says_why_and_what_to_do(answers, name, reason):
@@ -128,6 +141,9 @@ def test_sglangs_own_policy_refuses_nothing(answers):
         ("drafts and host memory", "KV eviction by value"),
         ("host memory over files", "KV eviction by value"),
         ("gRPC", "service_tier"),
+        ("Rust front end", "service_tier"),
+        ("HTTP processes", "--tokenizer-worker-num 4 need a store"),
+        ("HTTP processes and claims", "limits of API keys"),
     ],
 )
 def test_what_a_server_does_not_have_is_said(answers, name, what):

@@ -1,6 +1,8 @@
 """Several ranks on a CPU serve both classes correctly."""
 
 import json
+import os
+import signal
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -62,6 +64,29 @@ def test_both_classes_decode_with_drafts(tiny_model, forks, algorithm):
     with start_server(tiny_model, *flags, *LIMITS, forks=forks) as server:
         check_both_classes(server)
         assert server.states()[0]["tokens_per_decode"] >= 1
+
+
+def test_every_http_process_reads_the_class(tiny_model, forks):
+    """Two processes share the port; both must have the hooks, the routes and their admin key."""
+    flags = ("--tokenizer-worker-num", "2", "--admin-api-key", "SECRET")
+    with start_server(tiny_model, *flags, *LIMITS, forks=forks) as server:
+
+        def chat(number):
+            body = {"model": "tiny", "messages": [{"role": "user", "content": f"hello {number}"}]}
+            tier = "flex" if number % 2 else "default"
+            body |= {"max_tokens": 2, "service_tier": tier}
+            reply = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+            assert reply.json()["service_tier"] == tier
+            return reply.headers["x-cosched-class"]
+
+        with ThreadPoolExecutor(8) as threads:
+            assert [*threads.map(chat, range(24))] == ["online", "offline"] * 12
+        assert httpx.get(f"{server.url}/cosched").status_code == 401
+        key = {"authorization": "Bearer SECRET"}
+        shown = httpx.get(f"{server.url}/cosched", headers=key, timeout=60).json()
+        assert shown["replicas"][0]["offline_prefill_tokens"] > 0
+        os.kill(server.process.pid, signal.SIGTERM)
+        assert server.process.wait(60) == 0
 
 
 @pytest.fixture(scope="module")

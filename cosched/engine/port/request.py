@@ -9,6 +9,7 @@ from typing import Any
 
 from sglang.srt.managers import tokenizer_manager
 from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.multi_tokenizer_mixin import TokenizerWorker
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISHED_MATCHED_REGEX
 from sglang.srt.managers.scheduler import _make_abort_req
 
@@ -181,3 +182,8 @@ def pace_checks(manager: Any) -> None:
     """
     interval_s = len(manager.rid_to_state) / _MAX_CHECKS_PER_S
     tokenizer_manager._REQUEST_STATE_WAIT_TIMEOUT = max(_MIN_INTERVAL_S, interval_s)
+
+
+def is_http_worker(manager: Any) -> bool:
+    """Whether this process is one of several HTTP processes (``--tokenizer-worker-num``)."""
+    return isinstance(manager, TokenizerWorker)
