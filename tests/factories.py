@@ -19,6 +19,7 @@ from cosched.core.view import (
     OfflineLimits,
     Outlook,
     Progress,
+    StateSlots,
     ToleranceHeadroom,
 )
 from cosched.pool.pool import ArrivalOrder
@@ -141,6 +142,8 @@ class FakeView:
     predictor: Predictor = field(default_factory=Linear)
     ended: Sequence[Ended] = ()
     unholdable: Collection[str] = ()
+    states: StateSlots | None = None
+    checkpoints: Mapping[str, int] = field(default_factory=dict)
     tokens_per_decode: float = 1.0
     recompute_debt_s: float = 0.0
     tolerance_headroom: ToleranceHeadroom | None = None
@@ -235,6 +238,9 @@ class FakeView:
 
     def num_shared(self, request: Request) -> int:
         return self.shared.get(request.rid, 0)
+
+    def num_kept(self, request: Request) -> int:
+        return self.checkpoints.get(request.rid, request.num_computed_tokens)
 
     def preemption_gain(self, request: Request) -> int:
         return request.num_computed_tokens

@@ -21,6 +21,7 @@ __all__ = [
     "OfflineOrder",
     "Outlook",
     "Progress",
+    "StateSlots",
     "ToleranceHeadroom",
     "View",
 ]
@@ -87,8 +88,21 @@ class KvState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StateSlots:
+    """Slots for the states of state-space and linear-attention layers at the moment of planning.
+
+    free       not allocated
+    evictable  with checkpoints in the radix tree that no request uses
+    """
+
+    free: int
+    evictable: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Match:
-    """The head of a waiting request that is in the radix tree now.
+    """The head of a waiting request that is in the radix tree now, up to a checkpoint if the model
+    has state slots.
 
     cached     matched tokens
     evictable  those of them that no running request holds: admitting the request takes them out
@@ -287,6 +301,11 @@ class View(Protocol):
     def kv(self) -> KvState: ...
 
     @property
+    def states(self) -> StateSlots | None:
+        """None: the model has no state slots."""
+        ...
+
+    @property
     def free_slots(self) -> int:
         """Requests that may be admitted before the running batch is full."""
         ...
@@ -375,6 +394,12 @@ class View(Protocol):
     def num_shared(self, request: Request) -> int:
         """Of the KV that the next decode of a running request attends to, tokens that are read for
         another of its class anyway. Asked only where `EngineCaps.shared_prefix` holds. O(1)."""
+        ...
+
+    def num_kept(self, request: Request) -> int:
+        """Computed tokens of a running request or an unfinished prefill that it finds again when it
+        resumes after a preemption, unless they are evicted: all, or with state slots those up to
+        its last checkpoint. O(1)."""
         ...
 
     def preemption_gain(self, request: Request) -> int:

@@ -9,7 +9,8 @@ Host memory (HiCache): SGLang copies KV between the device and pinned host memor
 Here the memory is not pinned and the copies are plain torch; queues, events, locks and the
 layer-by-layer loading are SGLang's own.
 
-Speculative decoding: `cosched.engine.port.cpu_drafts`.
+Speculative decoding: `cosched.engine.port.cpu_drafts`. Linear attention:
+`cosched.engine.port.cpu_states`.
 
 ``torch.compile``: SGLang compiles some operations of the sampler (repetition penalties). The first
 request that needs one would stop the scheduler for seconds while it compiles. Without compilation
@@ -34,6 +35,7 @@ def install() -> None:
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
     SpeculativeAlgorithm.create_worker = _worker_by_lookup
+    _replace_states()
     original = Backend._run_sdpa_forward_extend
     if not getattr(original, "computes_new_tokens_only", False):
         Backend._run_sdpa_forward_extend = _new_tokens_only(original)
@@ -52,6 +54,26 @@ def run_uncompiled(server_args: Any) -> None:
     asks for compilation (``--enable-torch-compile``)."""
     if not has_cuda() and not server_args.enable_torch_compile:
         torch.compiler.set_stance("force_eager")
+
+
+def _replace_states() -> None:
+    """Of models with state slots, the kernels are replaced when the first pool of slots is made."""
+    from sglang.srt.arg_groups import mamba_hook
+    from sglang.srt.mem_cache.memory_pool import MambaPool
+
+    original = MambaPool.__init__
+    if hasattr(original, "replaces_kernels"):
+        return
+
+    def init(self: Any, *args: Any, **options: Any) -> None:
+        from cosched.engine.port import cpu_states
+
+        cpu_states.install()
+        original(self, *args, **options)
+
+    init.replaces_kernels = True  # type: ignore[attr-defined]
+    MambaPool.__init__ = init
+    mamba_hook._platform_supports_mamba_cache_extra_buffer = lambda: True
 
 
 def _worker_by_lookup(algorithm: Any, server_args: Any) -> Any:

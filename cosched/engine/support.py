@@ -42,6 +42,13 @@ _WAY_OUT = "use --cosched-policy sglang"
 SPECULATIVE_ALGORITHMS = ("EAGLE", "EAGLE3", "STANDALONE", "NGRAM")
 """Those that are planned. NEXTN is EAGLE to SGLang."""
 
+_NOT_WITH_STATES = (
+    ("speculative_algorithm", "what a preempted request keeps is not known between two drafts"),
+    ("enable_hierarchical_cache", "what is copied to host memory with its states is not planned"),
+    ("enable_unified_memory", "KV and states take each other's memory, which is not planned"),
+)
+"""Server argument, and why."""
+
 _OTHER_FRONT_ENDS = (
     ("smg_grpc_mode", "--smg-grpc-mode"),
     ("grpc_mode", "--grpc-mode"),
@@ -110,6 +117,8 @@ def why_sglang_evicts(resolved: Any, config: Config) -> str | None:
     """Why KV is evicted in SGLang's order although one of cosched's is configured."""
     if not config.named_kv().is_ours:
         return None
+    if resolved.uses_mamba_radix_cache:
+        return "the radix tree keeps states beside the KV, and evicts them with it"
     for name in ("enable_lmcache", "enable_flexkv"):
         if getattr(resolved, name):
             return f"{_flag(name)} replaces SGLang's radix tree"
@@ -146,7 +155,7 @@ def _refused(server_args: Any, resolved: Any, config: Config) -> Iterator[str]:
             f"--speculative-algorithm {algorithm} cannot go with --cosched-policy {config.policy}: "
             f"cosched plans {choices(SPECULATIVE_ALGORITHMS)}; drop the flag or {_WAY_OUT}"
         )
-    yield from _refused_model(server_args, config)
+    yield from _refused_model(server_args, resolved, config)
     order, kv = resolved.radix_eviction_policy, config.named_kv()
     if order != ("lru" if kv.is_ours else kv.eviction):
         yield (
@@ -163,18 +172,28 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _refused_model(server_args: Any, config: Config) -> Iterator[str]:
-    """Models whose layers keep more than one kind of state."""
+def has_states(server_args: Any) -> bool:
+    """Whether layers of the model keep a state beside the KV."""
     from sglang.srt.arg_groups.overrides import model_config_of
     from sglang.srt.mem_cache.kv_cache_builder import uses_ssm_state
 
+    return bool(uses_ssm_state(model_config_of(server_args)))
+
+
+def _refused_model(server_args: Any, resolved: Any, config: Config) -> Iterator[str]:
+    """Models whose layers keep more than one kind of state."""
+    from sglang.srt.arg_groups.overrides import model_config_of
+
     model = model_config_of(server_args)
     subject = f"--cosched-policy {config.policy} does not support this model:"
-    if uses_ssm_state(model):
-        yield (
-            f"{subject} its state-space or linear-attention layers keep a state beside the KV; "
-            f"{_WAY_OUT}"
-        )
+    if has_states(server_args):
+        for name, why in _NOT_WITH_STATES:
+            if getattr(resolved, name):
+                yield (
+                    f"{_flag(name)} cannot go with --cosched-policy {config.policy} and a model "
+                    f"with state-space or linear-attention layers: {why}; drop the flag or "
+                    f"{_WAY_OUT}"
+                )
     if model.is_hybrid_swa:
         remedy = _WAY_OUT
         if not model.is_deepseek_v4_arch:

@@ -22,6 +22,7 @@ from cosched.core.view import (
     OfflineOrder,
     Outlook,
     Progress,
+    StateSlots,
     ToleranceHeadroom,
 )
 from cosched.engine import port
@@ -177,6 +178,10 @@ class SchedulerView:
         )
 
     @cached_property
+    def states(self) -> StateSlots | None:
+        return port.slots_of(self._scheduler) if self.caps.states_per_request else None
+
+    @cached_property
     def free_slots(self) -> int:
         return port.free_slots(self._scheduler, self._batch)
 
@@ -250,6 +255,11 @@ class SchedulerView:
             shared = dict(zip(requests, numbers, strict=True))
             self._shared[request.request_class] = shared
         return shared.get(request, 0)
+
+    def num_kept(self, request: Request) -> int:
+        if not self.caps.states_per_request:
+            return request.num_computed_tokens
+        return port.num_kept(_req(request))
 
     def preemption_gain(self, request: Request) -> int:
         """Cached."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from operator import attrgetter
 from typing import Any, Protocol
@@ -23,6 +24,7 @@ from cosched.core.plan import SkipReason
 from cosched.core.request import Request, RequestClass, num_tokens_of
 from cosched.core.view import Decodes, Match, OfflineOrder, View
 from cosched.schedule.builder import PlanBuilder
+from cosched.schedule.preemption import should_finish
 
 
 class Pace(Protocol):
@@ -67,7 +69,8 @@ UNLIMITED: Pace = Unlimited()
 
 
 def youngest_first(builder: PlanBuilder) -> list[Request]:
-    """Offline requests that may be preempted: unfinished prefills, then the youngest."""
+    """Offline requests that may be preempted: unfinished prefills, then the youngest. Those that
+    had better finish (`should_finish`) come last."""
     unfinished = [
         r
         for r in builder.unfinished()
@@ -76,6 +79,8 @@ def youngest_first(builder: PlanBuilder) -> list[Request]:
     running = builder.running_of(RequestClass.OFFLINE).requests
     victims = [r for r in running if r.traits.can_preempt]
     victims.sort(key=_arrival_seq, reverse=True)
+    if builder.view.states is not None:
+        victims.sort(key=partial(should_finish, builder.view))
     return unfinished + victims
 
 
@@ -287,6 +292,8 @@ def _victims_for(
         reason = trial.refusal(request, match, at_most=at_most)
         if reason is None:
             return chosen
+        if builder.view.states is not None and should_finish(builder.view, victim):
+            return []
         if reason is SkipReason.UNFINISHED_PREFILL or (
             reason is SkipReason.TOKEN_BUDGET and builder.prefill
         ):
@@ -418,7 +425,8 @@ def offline_tokens(
     cost a forward pass of its own."""
     remaining = num_tokens_of(request) - num_cached
     num_tokens = pace.offline_tokens(num_cached, remaining, is_last=is_last)
-    least = max(_LEAST_CHUNK, builder.view.caps.chunk_unit)
+    caps = builder.view.caps
+    least = max(_LEAST_CHUNK, caps.chunk_unit, caps.checkpoint_tokens)
     if num_tokens >= (min(remaining, least) if request.traits.can_cut else remaining):
         return num_tokens
     # On an idle device it runs in any case, and corrects a prediction that is too long.

@@ -1,4 +1,4 @@
-"""How to preempt a request, by what is expected to be evicted before it resumes (own)."""
+"""Whether and how to preempt a request, by what it is expected to lose before it resumes (own)."""
 
 from __future__ import annotations
 
@@ -9,15 +9,29 @@ from cosched.core.view import View
 
 
 def num_lost(view: View, request: Request) -> int:
-    """KV tokens of a running request or an unfinished prefill that are expected to be evicted
-    before it resumes: the request that takes its place is assumed to need as much memory, and takes
-    free memory first."""
-    return max(request.num_computed_tokens - max(view.kv.free, 0), 0)
+    """Tokens of a running request or an unfinished prefill that are expected to be lost before it
+    resumes: those behind its last checkpoint, and KV that is evicted. The request that takes its
+    place is assumed to need as much memory, and takes free memory first."""
+    num_tokens = request.num_computed_tokens
+    return max(num_tokens - max(view.kv.free, 0), num_tokens - view.num_kept(request), 0)
+
+
+def should_finish(view: View, request: Request) -> bool:
+    """True if the rest of its output takes less time than recomputing what no checkpoint keeps."""
+    num_behind = request.num_computed_tokens - view.num_kept(request)
+    if num_behind <= 0:
+        return False
+    rest_s = view.length(request).median * view.mean_iteration_s
+    return rest_s < _seconds(view, request, num_behind)
 
 
 def recompute_s(view: View, request: Request) -> float:
     """Time to recompute what preempting it is expected to lose, in chunks [s]."""
-    num_tokens = num_lost(view, request)
+    return _seconds(view, request, num_lost(view, request))
+
+
+def _seconds(view: View, request: Request, num_tokens: int) -> float:
+    """Time to compute the last `num_tokens` of its computed tokens, in chunks [s]."""
     if not num_tokens:
         return 0.0
     num_chunk = min(num_tokens, view.caps.max_chunk_tokens or num_tokens)

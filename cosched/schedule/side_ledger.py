@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from cosched.core.caps import EngineCaps
 from cosched.core.request import Request
 from cosched.core.view import Match, View
 
@@ -39,4 +40,31 @@ class SideLedger(Protocol):
 
 def side_ledgers(view: View) -> tuple[SideLedger, ...]:
     """One for each memory beside the KV that the engine has."""
-    return ()
+    slots = view.states
+    return () if slots is None else (StateLedger(slots.free + slots.evictable, view.caps),)
+
+
+class StateLedger:
+    """State slots. Each request may take as many, whatever its length."""
+
+    def __init__(self, num_left: int, caps: EngineCaps) -> None:
+        self._num_left = num_left
+        self._caps = caps
+
+    def fork(self) -> StateLedger:
+        return StateLedger(self._num_left, self._caps)
+
+    def refuses(self, request: Request, match: Match) -> bool:
+        return self._num_left < self._caps.states_per_request * request.traits.num_rows
+
+    def most_tokens(self, request: Request, num_cached: int) -> int | None:
+        return None
+
+    def charge_admission(self, request: Request, match: Match, num_tokens: int) -> None:
+        self._num_left -= self._caps.states_per_request * request.traits.num_rows
+
+    def charge_continuation(self, request: Request, num_tokens: int) -> None:
+        """It has its slots."""
+
+    def refund_preemption(self, request: Request) -> None:
+        self._num_left += self._caps.states_held

@@ -31,8 +31,8 @@ INTERNALS: Mapping[str, tuple[str, ...]] = {
             tp_cpu_group tree_cache truncation_align_size waiting_queue
         """,
         "managers.schedule_policy.PrefillAdder": """
-            _select_prefill_admission add_chunked_req add_one_req ceil_paged_tokens
-            chunked_req_limit new_chunked_req rem_chunk_tokens
+            _select_prefill_admission add_chunked_req add_one_req can_run_list ceil_paged_tokens
+            chunked_req_limit is_hybrid_ssm_cache new_chunked_req rem_chunk_tokens tree_cache
         """,
         "managers.schedule_batch.ScheduleBatch": """
             batch_is_full chunked_req decoding_reqs device extend_lens filter_batch forward_mode
@@ -49,9 +49,15 @@ INTERNALS: Mapping[str, tuple[str, ...]] = {
             return_logprob rid sampling_params seqlen session time_stats to_finish tokenizer
         """,
         "mem_cache.memory_pool.ReqToTokenPool": "req_generation req_to_token write",
+        "mem_cache.memory_pool.HybridReqToTokenPool": """
+            mamba_allocator mamba_ckpt_pool mamba_initial_tracking_slots
+        """,
+        "mem_cache.allocator.mamba.MambaSlotAllocator": "free schedulable_available_size size",
+        "mem_cache.base_prefix_cache.DecLockRefParams": "skipped_lock_components",
         "mem_cache.unified_cache.unified_tree_core_interface.UnifiedTreeCoreInterface": """
             commit_backup commit_load_back dec_host_lock_ref demote drive_host_eviction
-            drop_subtree_no_host evict_device_leaf inc_host_lock_ref match_full_device_prefix
+            drop_subtree_no_host evict_device_leaf get_component_device_value inc_host_lock_ref
+            match_full_device_prefix
         """,
         "sampling.sampling_batch_info.SamplingBatchInfo": "penalizer_orchestrator",
         "sampling.penaltylib.orchestrator.BatchedPenalizerOrchestrator": """
@@ -71,9 +77,10 @@ INTERNALS: Mapping[str, tuple[str, ...]] = {
         "mem_cache.unified_radix_cache.UnifiedRadixCache": """
             _execute_and_commit_kv_backup cache_controller dec_lock_ref disable enable_storage
             evict_for_alloc evictable_size flush_pending_backups has_free_load_back_slot
-            host_memory_mode inc_lock_ref load_back load_back_threshold lock match_prefix
-            ongoing_load_back ongoing_write_through protected_size ready_to_load_host_cache
-            session token_to_kv_pool_allocator tree_components tree_core unlock writing_check
+            host_memory_mode inc_lock_ref load_back load_back_threshold lock mamba_evictable_size
+            match_prefix ongoing_load_back ongoing_write_through page_size protected_size
+            ready_to_load_host_cache req_to_token_pool root_node_handle session supports_mamba
+            token_to_kv_pool_allocator tree_components tree_core unlock writing_check
         """,
         "session.streaming_session.StreamingSession": "slots",
         "layers.attention.base_attn_backend.AttentionBackend": """

@@ -39,7 +39,8 @@ CASES = {
     "tp": (QWEN3, ["--tp", "2"], {}),
     "qwen3-vl": (QWEN3_VL, [], {}),
     "qwen3-vl with SGLang's order": (QWEN3_VL, ["--radix-eviction-policy", "priority"], {}),
-    "state space": (QWEN3_NEXT, [], {}),
+    "states": (QWEN3_NEXT, [], {}),
+    "states and host memory": (QWEN3_NEXT, HOST, {}),
     "sliding window": (GPT_OSS, [], {}),
     "one pool": (GPT_OSS, ["--disable-hybrid-swa-memory"], {}),
     "stock": (GPT_OSS, ["--disable-radix-cache"], {"policy": "sglang"}),
@@ -104,7 +105,7 @@ def test_a_default_of_the_model_is_not_held_against_the_user(answers):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("state space", "keep a state beside the KV"),
+        ("states and host memory", "with state-space or linear-attention layers: what is copied"),
         ("sliding window", "give --disable-hybrid-swa-memory"),
         ("encoder", "an encoder generates nothing"),
         ("DP attention", "drop --enable-dp-attention or use --cosched-policy sglang"),
@@ -140,6 +141,7 @@ def test_sglangs_own_policy_refuses_nothing(answers):
         ("host memory, two ranks", "KV eviction by value"),
         ("drafts and host memory", "KV eviction by value"),
         ("host memory over files", "KV eviction by value"),
+        ("states", "states beside the KV"),
         ("gRPC", "service_tier"),
         ("Rust front end", "service_tier"),
         ("HTTP processes", "--tokenizer-worker-num 4 need a store"),

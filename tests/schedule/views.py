@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from cosched.core.estimates import LengthEstimate
 from cosched.core.request import Traits
-from cosched.core.view import Match
+from cosched.core.view import Match, StateSlots
 from tests.factories import FakeView, decoding, make_caps, offline, online, prefilled
 
 
@@ -70,7 +70,15 @@ def views(draw):
     if num_free is not None:  # slots bind
         most = max(sum(r.traits.num_rows for r in (*running, *unfinished)) + num_free, 2)
         caps = replace(caps, max_running_requests=most)
+    states, checkpoints = None, {}
+    if draw(st.booleans()):
+        caps = replace(caps, states_per_request=3, states_held=1)
+        states = StateSlots(free=draw(st.sampled_from([6, 20])))
+        under_way = (*running, *unfinished)
+        checkpoints = {r.rid: r.num_computed_tokens // 2 for r in under_way if draw(st.booleans())}
     return FakeView(
+        states=states,
+        checkpoints=checkpoints,
         caps=caps,
         total_kv=draw(st.sampled_from([3_008, 6_016, 20_000])),
         running=running,

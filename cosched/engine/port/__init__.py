@@ -9,3 +9,4 @@ from cosched.engine.port.batch import *  # noqa: F403
 from cosched.engine.port.memory import *  # noqa: F403
 from cosched.engine.port.request import *  # noqa: F403
 from cosched.engine.port.scheduler import *  # noqa: F403
+from cosched.engine.port.states import *  # noqa: F403

@@ -16,6 +16,8 @@ from typing import Any
 
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
+from cosched.engine.port.states import drop_unused
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillPlan:
@@ -69,16 +71,25 @@ class PlannedPrefillAdder(PrefillAdder):  # type: ignore[misc]  # SGLang's class
         # Whole pages, as the stock adder counts: the end of a prompt is rounded up.
         limit = self.ceil_paged_tokens(self._plan.num_tokens.get(req.rid, 0))
         if limit <= 0:
+            self._refuse(req)
             return AddReqResult.CONTINUE
         outer = self.rem_chunk_tokens
         if outer is not None:
             self.rem_chunk_tokens = limit
         with _asking_as_promised(req):
             super().add_one_req(req, *args, **kwargs)
+        if req not in self.can_run_list:
+            self._refuse(req)
         if outer is not None:
             assert self.rem_chunk_tokens is not None
             self.rem_chunk_tokens = outer - (limit - self.rem_chunk_tokens)
         return AddReqResult.CONTINUE
+
+    def _refuse(self, req: Any) -> None:
+        """SGLang would free the state slot of its lookup only after an answer other than
+        CONTINUE."""
+        if self.is_hybrid_ssm_cache:
+            drop_unused(self.tree_cache, req)
 
     def _select_prefill_admission(self, req: Any, **options: Any) -> Any:
         admission = super()._select_prefill_admission(req, **options)

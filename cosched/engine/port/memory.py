@@ -9,6 +9,7 @@ from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.rust_tree_core.adapter import RustUnifiedTreeCore
 
+from cosched.engine.port import states
 from cosched.engine.port.request import token_ids
 from cosched.memory.node import PathNode
 
@@ -112,14 +113,19 @@ def gain_of_stopping(tree: Any, req: Any) -> int:
     before: int = tree.evictable_size()
     tree.unlock(req.lock)
     shared: int = tree.evictable_size() - before
-    req.lock = tree.lock(req.last_node)
+    req.lock = tree.lock(req.last_node, req.lock.receipt.skipped_lock_components)
     return num_own(req) + shared
 
 
 def release(tree: Any, req: Any, *, keep: bool) -> None:
     """Release the memory of a running request. keep: its KV is put into the tree as evictable
-    nodes, and all but the last token is found there when it resumes."""
-    release_kv_cache(req, tree, checkpoint=keep)
+    nodes, and all but the last token is found there when it resumes; with state slots, what is
+    before its last checkpoint (`states.num_kept`)."""
+    if keep and states.has_states(tree):
+        with states.as_finished(req):
+            release_kv_cache(req, tree, checkpoint=True)
+    else:
+        release_kv_cache(req, tree, checkpoint=keep)
 
 
 def release_whatever(tree: Any, req: Any) -> None:
@@ -172,7 +178,14 @@ def lookup_key(req: Any) -> Any:
 
 def peek(tree: Any, req: Any) -> Peek:
     """Look up a request without marking anything as used."""
-    return Peek(*tree.tree_core.match_full_device_prefix(lookup_key(req)))
+    core = tree.tree_core
+    found = Peek(*core.match_full_device_prefix(lookup_key(req)))
+    if not states.has_states(tree):
+        return found
+    node = states.checkpoint_at(core, path_of(core, found.node), found.num_tokens)
+    if node is None:
+        return Peek(0, tree.root_node_handle(), 0)
+    return Peek(node.end, node.node_id, node.end)
 
 
 def find(tree: Any, req: Any) -> Found:

@@ -13,6 +13,7 @@ from sglang.srt.runtime_context import get_exec, get_parallel, get_schedule, get
 from cosched.core.caps import EngineCaps
 from cosched.engine.port.attention import reads_once
 from cosched.engine.port.memory import host_total
+from cosched.engine.port.states import checkpoint_tokens, slots_held, slots_per_request
 from cosched.predict.fitted import GraphSizes
 
 # --- Limits ---
@@ -45,6 +46,9 @@ def caps_of(scheduler: Any) -> EngineCaps:
         shared_prefix=reads_once() and scheduler.spec_algorithm.is_none(),
         decode_reserve=1 if scheduler.spec_algorithm.is_none() else get_alloc_reserve_per_decode(),
         host_tokens=host_total(scheduler),
+        states_per_request=slots_per_request(scheduler),
+        states_held=slots_held(scheduler),
+        checkpoint_tokens=checkpoint_tokens(scheduler),
     )
 
 
@@ -62,7 +66,6 @@ def can_split(scheduler: Any) -> bool:
         and not scheduler.enable_hisparse
         and scheduler.dllm_config is None
         and not scheduler.model_config.is_encoder_decoder
-        and not scheduler.is_hybrid_ssm
     )
 
 

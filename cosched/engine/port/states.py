@@ -1,0 +1,102 @@
+"""State slots: what state-space and linear-attention layers keep of a request.
+
+A running request has a slot for its state, and with ``extra_buffer`` two for checkpoints; a node of
+the radix tree may have one with the state at its end. Only up to such a checkpoint is a prefix
+reusable, however much KV the tree has behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
+from sglang.srt.mem_cache.kv_cache_configurator import MAMBA_CACHE_SIZE_MAX_RUNNING_REQUESTS_RATIO
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.runtime_context import get_exec, mamba_checkpoint_grid
+
+from cosched.core.view import StateSlots
+from cosched.memory.node import PathNode
+
+
+def has_states(tree: Any) -> bool:
+    """Whether its nodes have checkpoints."""
+    return bool(tree.supports_mamba())
+
+
+def slots_of(scheduler: Any) -> StateSlots | None:
+    """All slots at the moment; None: the model has no such layers."""
+    tree, pool = scheduler.tree_cache, scheduler.req_to_token_pool
+    if not has_states(tree):
+        return None
+    # Checkpoints in 8 bits have a pool of their own, and free no slot.
+    is_apart = pool.mamba_ckpt_pool is not None
+    return StateSlots(
+        free=int(pool.mamba_allocator.schedulable_available_size()),
+        evictable=0 if is_apart else int(tree.mamba_evictable_size()),
+    )
+
+
+def slots_per_request(scheduler: Any) -> int:
+    """Slots that a request may take: for its state, for checkpoints under way, and for one in the
+    tree while another takes its place. SGLang sizes the pool so; 0: there are no slots."""
+    if not has_states(scheduler.tree_cache):
+        return 0
+    pool = scheduler.req_to_token_pool
+    most = MAMBA_CACHE_SIZE_MAX_RUNNING_REQUESTS_RATIO + pool.mamba_initial_tracking_slots
+    return int(min(most, pool.mamba_allocator.size // scheduler.max_running_requests))
+
+
+def slots_held(scheduler: Any) -> int:
+    """Slots that preempting a request frees at least."""
+    if not has_states(scheduler.tree_cache):
+        return 0
+    return 1 + int(scheduler.req_to_token_pool.mamba_initial_tracking_slots)
+
+
+def checkpoint_tokens(scheduler: Any) -> int:
+    """Prompt tokens of the shortest chunk that leaves a checkpoint."""
+    tree = scheduler.tree_cache
+    if not (has_states(tree) and get_exec().mamba.enable_mamba_extra_buffer):
+        return 1
+    return int(mamba_checkpoint_grid(tree.page_size))
+
+
+def num_kept(req: Any) -> int:
+    """Computed tokens of a request under way up to its last checkpoint, which the tree has or gets
+    when it is preempted."""
+    kv = req.kv
+    if kv.mamba_ping_pong_track_buffer is None:
+        return int(kv.kv_committed_len)  # the state itself goes into the tree
+    return max(int(kv.cache_protected_len), int(kv.mamba_last_track_seqlen or 0))
+
+
+def checkpoint_at(core: Any, path: Sequence[PathNode], num_matched: int) -> PathNode | None:
+    """The last node of a path that ends within the match and has a checkpoint."""
+    for node in reversed(path):
+        if node.end <= num_matched:
+            value = core.get_component_device_value(node.node_id, ComponentType.MAMBA)
+            if value is not None:
+                return node
+    return None
+
+
+@contextmanager
+def as_finished(req: Any) -> Iterator[None]:
+    """SGLang hands the state of a finished request to the tree. The same is right for one that is
+    preempted: its results are known, so the state is that of its computed tokens."""
+    req.finished_reason = FINISH_ABORT()
+    try:
+        yield
+    finally:
+        req.finished_reason = None
+
+
+def drop_unused(tree: Any, req: Any) -> None:
+    """Free the slot of a waiting request that was looked up for admission, and was refused."""
+    req.kv.mamba_cow_src_index = None
+    req.kv.mamba_needs_clear = False
+    if req.kv.holds_mamba and not req.kv.holds_kv and not req.session:
+        tree.req_to_token_pool.mamba_allocator.free(req.kv.mamba_pool_idx.unsqueeze(-1))
+        req.kv.mamba_pool_idx = None

@@ -1,0 +1,160 @@
+"""Models with state slots (linear attention) under a plan: SGLang's scheduler, pools, radix tree
+and model code, with random weights that make the next token depend on the state."""
+
+import json
+import os
+
+import pytest
+import torch
+
+from cosched.core.plan import PreemptMode
+from cosched.engine import port
+from cosched.schedule.ledger import Ledger
+from tests.engine.conftest import OFFLINE, assert_drained, prompt
+from tests.engine.test_forced_stops import StoppingPolicy
+from tests.engine.test_models import SIZES, forget_experts  # noqa: F401
+from tests.engine.test_speculative import prompts, submit
+
+NUM_REQUESTS = int(os.environ.get("COSCHED_STATES_REQUESTS", "24"))
+
+MODEL = {
+    **SIZES,
+    "model_type": "qwen3_next",
+    "architectures": ["Qwen3NextForCausalLM"],
+    "full_attention_interval": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_conv_kernel_dim": 4,
+    "shared_expert_intermediate_size": 0,
+}
+NO_BUFFER = {"mamba_radix_cache_strategy": "no_buffer"}
+EXTRA_BUFFER = {"mamba_radix_cache_strategy": "extra_buffer", "mamba_track_interval": 64}
+SMALL = {"max_total_tokens": 700, "max_running_requests": 6}
+PAGES = {**EXTRA_BUFFER, "page_size": 16}
+
+
+def randomize(model):
+    generator = torch.Generator().manual_seed(7)
+    for name, weight in model.state_dict().items():
+        scale = 2.0 if name.endswith(("A_log", "dt_bias")) else 0.15
+        weight.normal_(0, scale, generator=generator)
+
+
+@pytest.fixture
+def make_hybrid(make_engine, forget_experts, monkeypatch, tmp_path):  # noqa: F811
+    """`make_engine` with such a model."""
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    monkeypatch.setenv("SGLANG_MAMBA_CONV_DTYPE", "float32")
+    monkeypatch.setattr("sglang.srt.model_loader.loader.initialize_dummy_weights", randomize)
+
+    def make(**options):
+        forget_experts()
+        slots = 5 * int(options.get("max_running_requests", 8))
+        options = {"max_mamba_cache_size": slots, **options}
+        return make_engine(model_path=tmp_path, load_format="dummy", **options)
+
+    return make
+
+
+def held_slots(scheduler):
+    """Slots that neither are free nor have an unused checkpoint."""
+    free = scheduler.req_to_token_pool.mamba_allocator.available_size()
+    return scheduler.req_to_token_pool.mamba_allocator.size - (
+        free + scheduler.tree_cache.mamba_evictable_size()
+    )
+
+
+@pytest.mark.parametrize("policy", ["cosched", "hygen"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param(NO_BUFFER, id="no_buffer"),
+        pytest.param(EXTRA_BUFFER, id="extra_buffer"),
+        pytest.param({**EXTRA_BUFFER, "overlap": True}, id="overlap"),
+        pytest.param(PAGES, id="pages"),
+    ],
+)
+def test_the_same_tokens_as_stock(make_hybrid, policy, strategy):
+    texts = prompts(NUM_REQUESTS)
+    expected = submit(make_hybrid(policy="sglang", mixed=False), texts)
+    assert len({tuple(ids) for ids in expected.values()}) > NUM_REQUESTS / 2
+    engine = make_hybrid(policy=policy, **SMALL, **strategy)
+    scheduler, controller = engine.scheduler, engine.scheduler.cosched
+    stopping = StoppingPolicy(controller.policy, PreemptMode.KEEP_KV, seed=3)
+    controller.use_policy(stopping)
+    step = controller.step
+
+    def checked(*args, **options):
+        scheduler.invariant_checker.self_check_during_busy()
+        return step(*args, **options)
+
+    controller.step = checked
+    assert submit(engine, texts) == expected
+    assert len(stopping.stopped) > NUM_REQUESTS / 4
+    assert controller.counters.num_engine_refusals == controller.counters.num_safe_plans == 0
+    assert_drained(engine)
+    assert held_slots(scheduler) == 0
+
+
+@pytest.mark.parametrize("strategy", [NO_BUFFER, PAGES], ids=["no_buffer", "pages"])
+def test_what_is_kept_is_found_again(make_hybrid, monkeypatch, strategy):
+    """A plan knows what a preempted request keeps, and what SGLang will find of a waiting one."""
+    engine = make_hybrid(policy="hygen", max_total_tokens=8000, **strategy)
+    scheduler, controller = engine.scheduler, engine.scheduler.cosched
+    tree, shares, matched = scheduler.tree_cache, [], {}
+
+    def put_back(req, mode):
+        kept, num_computed = port.num_kept(req), req.kv.kv_committed_len
+        original_put_back(req, mode)
+        found = port.peek(tree, req)
+        assert found.num_tokens >= kept
+        assert port.find(tree, req).num_device == found.num_tokens
+        shares.append(kept / num_computed)
+
+    def admitted(tracked):
+        assert tracked.num_prefix_tokens >= matched[tracked.rid]
+        original_admitted(tracked)
+
+    class Watched(StoppingPolicy):
+        def plan(self, view, state):
+            for request in (*view.online, *view.offline_order()):
+                matched[request.rid] = view.match(request).cached
+            return super().plan(view, state)
+
+    original_put_back, original_admitted = controller._put_back, controller.admitted
+    monkeypatch.setattr(controller, "_put_back", put_back)
+    monkeypatch.setattr(controller, "admitted", admitted)
+    controller.use_policy(Watched(controller.policy, PreemptMode.KEEP_KV, seed=3))
+    submit(engine, prompts(24))
+    assert len(shares) > 5 and any(matched.values())
+    if strategy is NO_BUFFER:
+        assert set(shares) == {1.0} and not controller.counters.recomputed_tokens
+    else:
+        assert 0 < sum(shares) < len(shares)
+
+
+def test_a_refused_request_gives_its_slot_back(make_hybrid, monkeypatch):
+    """SGLang looks a request up before it refuses it: its copy of a checkpoint must not be taken
+    for its state later."""
+    engine = make_hybrid(policy="hygen", config={"strict": False}, **NO_BUFFER)
+    scheduler = engine.scheduler
+    engine.submit("first", prompt(1, 50), max_new_tokens=4)
+    engine.run_until_idle()
+    monkeypatch.setattr(Ledger, "fits", lambda *args, **options: True)
+    engine.submit("again", prompt(1, 50) + prompt(2, 20), max_new_tokens=1900)
+    engine.submit("too long", prompt(1, 50) + prompt(3, 20), max_new_tokens=1900, priority=OFFLINE)
+    refused = []
+
+    def on_iteration(number):
+        scheduler.invariant_checker.self_check_during_busy()
+        waits = [req for req in scheduler.waiting_queue if req.kv.holds_mamba]
+        assert not waits
+        refused.append(scheduler.cosched.counters.num_engine_refusals)
+        if number == 20:
+            engine.abort("again")
+
+    engine.run_until_idle(on_iteration=on_iteration)
+    assert refused[15] > 0
+    assert held_slots(scheduler) == 0
