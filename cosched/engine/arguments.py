@@ -21,6 +21,7 @@ from cosched.errors import ConfigError
 from cosched.policies import policy_entry
 
 HOST_WRITE_FLAG = "--hicache-write-policy"
+_TP_FLAGS = ("--tp", "--tp-size", "--tensor-parallel-size")
 
 _MODEL_FLAGS = ("--model-path", "--model")
 _MODEL_CONFIGS = ("config.json", "params.json")  # of Hugging Face, and of Mistral
@@ -62,7 +63,7 @@ def kv_arguments(argv: Sequence[str], config: Config) -> list[str]:
     # Some models set SGLang's order where none is given.
     order = "lru" if kv.is_ours else kv.eviction
     flags = [] if _given(argv, EVICTION_FLAG) else [EVICTION_FLAG, order]
-    has_host = _given(argv, "--enable-hierarchical-cache")
+    has_host = _given(argv, "--enable-hierarchical-cache") and not _given(argv, *_TP_FLAGS)
     if kv.is_ours and has_host and not _given(argv, HOST_WRITE_FLAG):
         flags += [HOST_WRITE_FLAG, "write_back"]
     return flags

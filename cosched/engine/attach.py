@@ -32,6 +32,7 @@ from cosched.engine.running import RunningTable
 from cosched.engine.service import ServiceRecord
 from cosched.engine.startup import describe
 from cosched.engine.state import Log
+from cosched.engine.storage import StorageReads
 from cosched.engine.support import resolved_arguments, why_sglang_evicts
 from cosched.engine.timekeeper import Timekeeper
 from cosched.engine.tracked import TrackedRequest
@@ -202,6 +203,9 @@ def _controller(
         last_moment=last_moment,
         isolated=isolated,
         kv=kv,
+        storage=StorageReads(scheduler, lambda: waiting.offline)
+        if port.reads_storage(scheduler)
+        else None,
         prefixes=RunningPrefixes.of(scheduler) if caps.shared_prefix else None,
     )
     if port.host_total(scheduler):

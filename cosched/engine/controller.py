@@ -42,6 +42,7 @@ from cosched.engine.ranks import Ranks, Shared
 from cosched.engine.running import RunningTable
 from cosched.engine.service import ServiceRecord, offline_work_s
 from cosched.engine.state import PLANNING_WINDOW, Counters, Log, ReplicaState, state_of
+from cosched.engine.storage import StorageReads
 from cosched.engine.timekeeper import Moment, Timekeeper
 from cosched.engine.tracked import TrackedRequest
 from cosched.engine.view_of import SchedulerView
@@ -73,6 +74,7 @@ class Controller:
     last_moment  None: an iteration is planned as soon as the one before it runs, or has ended
     isolated     None: there is no tolerance beside the targets
     kv           None: SGLang's own eviction order holds
+    storage      None: there is no storage below host memory
     prefixes     None: the engine reads the KV of a shared prefix for each request
     is_timed     plans depend on predicted times
     """
@@ -97,6 +99,7 @@ class Controller:
     last_moment: LastMoment | None
     isolated: IsolatedWatch | None
     kv: KvManager | None
+    storage: StorageReads | None
     prefixes: RunningPrefixes | None
 
     counters: Counters = field(default_factory=Counters)
@@ -241,11 +244,16 @@ class Controller:
         had before that.
         """
         plan = None if self.timekeeper is None else self._plan(running_batch, is_again)
+        reads = () if self.storage is None or plan is None else self.storage.due()
         if self.ranks is not None:
-            own = None if plan is None else Shared(plan, self._evictions(plan, running_batch))
-            plan, evictions = self.ranks.share(own)
+            own = None
+            if plan is not None:
+                own = Shared(plan, self._evictions(plan, running_batch), reads)
+            plan, evictions, reads = self.ranks.share(own)
             if self.kv is not None:
                 self.kv.give(evictions)
+        if self.storage is not None:
+            self.storage.begin(t for rid in reads if (t := self.waiting.get(rid)) is not None)
         assert plan is not None
         return plan
 

@@ -41,6 +41,9 @@ def install() -> None:
         Backend._run_sdpa_forward_extend = _new_tokens_only(original)
     common.ALLOC_MEMORY_FUNCS["cpu"] = _allocate
     pool = mha.MHATokenToKVPoolHost
+    original_page = pool.get_dummy_flat_data_page
+    if not getattr(original_page, "is_unpinned", False):
+        pool.get_dummy_flat_data_page = _unpinned(original_page)
     for name, function in (
         ("load_to_device_per_layer", _load),
         ("backup_from_device_all_layer", _back_up),
@@ -171,6 +174,18 @@ def _allocate(
 ) -> torch.Tensor:
     buffer: torch.Tensor = allocator.allocate(dims, dtype=dtype, device=device)
     return buffer
+
+
+def _unpinned(original: Any) -> Any:
+    """Of the method that makes a page for reads from a storage."""
+
+    def make_page(pool: Any) -> torch.Tensor:
+        pool.pin_memory = False
+        page: torch.Tensor = original(pool)
+        return page
+
+    make_page.is_unpinned = True  # type: ignore[attr-defined]
+    return make_page
 
 
 def _check_layout(pool: Any) -> None:

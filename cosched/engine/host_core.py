@@ -32,7 +32,7 @@ from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import (
 )
 
 from cosched.engine import port
-from cosched.engine.tree_core import WatchedTreeCore
+from cosched.engine.tree_core import RankedTreeCore, WatchedTreeCore
 from cosched.memory.eviction import Leaves
 from cosched.memory.node import KvNode
 from cosched.memory.tree import KvTree
@@ -386,6 +386,12 @@ class HostedTreeCore(WatchedTreeCore):
                 self._unlock(node_id)
             except Exception:
                 logger.exception("cosched: a copy in host memory stays locked")
+
+
+class RankedHostedTreeCore(RankedTreeCore, HostedTreeCore):
+    """One of several tensor-parallel ranks. SGLang copies (``write_through``), and all ranks finish
+    a copy at the same step. Rank 0 says what is evicted from the device; copies are given up least
+    recently used first (`LeastRecentlyUsed`), which needs no clock."""
 
 
 def _move(result: Any, total: Any) -> None:

@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 from cosched.core.estimates import Predictor
 from cosched.core.request import RequestClass
 from cosched.engine import port
-from cosched.engine.host_core import HostedTreeCore
+from cosched.engine.host_core import HostedTreeCore, RankedHostedTreeCore
 from cosched.engine.port import bidirectional
 from cosched.engine.running import own_tokens
 from cosched.engine.tracked import TrackedRequest
 from cosched.engine.tree_core import RankedTreeCore, WatchedTreeCore, place_of, tokens_at
 from cosched.memory.config import KvConfig
 from cosched.memory.demand import OnlineDemand
-from cosched.memory.eviction import ORDERS, CopyOrder, Eviction, Leaves
+from cosched.memory.eviction import ORDERS, CopyOrder, Eviction, LeastRecentlyUsed, Leaves
 from cosched.memory.node import Visit
 from cosched.memory.occupancy import KvOccupancy, host_occupancy_of, occupancy_of
 from cosched.memory.reuse import ReuseModel, block_hashes
@@ -110,8 +110,10 @@ class KvManager:
         self.leaves = Leaves(ORDERS[config.eviction](value), value)
         self.copies: Leaves | None = None
         """Copies in host memory that can be given up; None: there is no host memory."""
+        self._is_ranked = port.parallel().tp_size > 1
         if scheduler.enable_hierarchical_cache:
-            self.copies = Leaves(CopyOrder(value), value, slot="host_rank")
+            order = LeastRecentlyUsed() if self._is_ranked else CopyOrder(value)
+            self.copies = Leaves(order, value, slot="host_rank")
         self.kv_tree = KvTree(
             page_size=scheduler.page_size,
             leaves=self.leaves,
@@ -141,8 +143,9 @@ class KvManager:
         watched = cache.tree_core, self.kv_tree, self.leaves
         core: WatchedTreeCore
         if self.copies is not None:
-            core = HostedTreeCore(*watched, self.copies, partial(port.host_free, self._scheduler))
-        elif port.parallel().tp_size > 1:
+            hosted = RankedHostedTreeCore if self._is_ranked else HostedTreeCore
+            core = hosted(*watched, self.copies, partial(port.host_free, self._scheduler))
+        elif self._is_ranked:
             core = RankedTreeCore(*watched)
         else:
             core = WatchedTreeCore(*watched)
@@ -230,7 +233,7 @@ class KvManager:
         if now_s - self._learnt_s >= _LEARN_PERIOD_S:
             self._learn(now_s)
         self.leaves.advance(now_s)
-        if self.copies is not None:
+        if self.copies is not None and not self._is_ranked:
             assert isinstance(self.core, HostedTreeCore)
             self.copies.advance(now_s)
             self._restore_ahead(self.core)

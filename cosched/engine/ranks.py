@@ -21,11 +21,15 @@ _HEADER_BYTES = 8
 
 
 class Shared(NamedTuple):
-    """What rank 0 sends to the others. evictions: None: the engine's order holds
-    (`cosched.engine.tree_core`)."""
+    """What rank 0 sends to the others.
+
+    evictions  None: the engine's order holds (`cosched.engine.tree_core`)
+    reads      waiting requests about which the storage is asked (`cosched.engine.storage`)
+    """
 
     plan: Plan
     evictions: Sequence[Eviction] | None
+    reads: Sequence[str] = ()
 
 
 class _Message(msgspec.Struct, array_like=True, frozen=True):
@@ -37,6 +41,7 @@ class _Message(msgspec.Struct, array_like=True, frozen=True):
     evictions: list[tuple[int, bool]] | None = None
     promise: dict[str, int] = {}
     hosts: dict[str, tuple[str, int]] = {}
+    reads: Sequence[str] = ()
 
 
 class Ranks:
@@ -82,7 +87,7 @@ class Ranks:
         torch.distributed.broadcast(tensor, src=source, group=self._group)
 
     def _encode(self, own: Shared) -> bytes:
-        plan, evictions = own
+        plan, evictions, reads = own
         return self._encoder.encode(
             _Message(
                 list(plan.prefill.items()),
@@ -91,6 +96,7 @@ class Ranks:
                 None if evictions is None else [*evictions],
                 dict(plan.promise),
                 {rid: (hosting.host, hosting.offset) for rid, hosting in plan.hosts.items()},
+                reads,
             )
         )
 
@@ -105,6 +111,6 @@ def _shared_of(message: _Message) -> Shared:
             rid: Hosting(host=host, offset=offset) for rid, (host, offset) in message.hosts.items()
         },
     )
-    if message.evictions is None:
-        return Shared(plan, None)
-    return Shared(plan, [Eviction(*eviction) for eviction in message.evictions])
+    given = message.evictions
+    evictions = None if given is None else [Eviction(*eviction) for eviction in given]
+    return Shared(plan, evictions, message.reads)

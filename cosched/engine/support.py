@@ -130,8 +130,8 @@ def why_sglang_evicts(resolved: Any, config: Config) -> str | None:
         return "KV below host memory (--hicache-storage-backend) is SGLang's"
     if resolved.hicache_host_memory_mode != "cache":
         return f"host memory is a {resolved.hicache_host_memory_mode}, not a cache"
-    if resolved.tp_size > 1:
-        return "with host memory, ranks (--tp) copy KV at times of their own"
+    if resolved.tp_size > 1 and resolved.hicache_write_policy == "write_back":
+        return "with --hicache-write-policy write_back ranks (--tp) do not evict at the same time"
     return None
 
 

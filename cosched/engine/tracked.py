@@ -30,6 +30,7 @@ class TrackedRequest:
         "has_penalties",
         "is_ended",
         "is_hosted",
+        "is_read",
         "is_reported",
         "kv_hashes",
         "kv_turn",
@@ -86,6 +87,8 @@ class TrackedRequest:
         """A plan made it a guest, and no plan has set KV aside for it since."""
         self._host: tuple[TrackedRequest, int] | None = None
         """Its host, and the number of preemptions of both at that time."""
+        self.is_read = False
+        """The storage below host memory was asked about it (`cosched.engine.storage`)."""
         self.num_refusals = 0
         """Times in a row that the engine refused it although a plan admitted it."""
         self.backoff_until = 0

@@ -67,6 +67,16 @@ class CopyOrder:
         return self._value.of_copy(node, now_s)
 
 
+class LeastRecentlyUsed:
+    """The same on every rank."""
+
+    def __call__(self, node: KvNode, now_s: float) -> float:
+        return 0.0
+
+    def next_change_s(self, node: KvNode, now_s: float) -> float:
+        return math.inf
+
+
 ORDERS: Mapping[str, type[ValueOrder] | type[EchoOrder]] = {
     "value": ValueOrder,
     "echo": EchoOrder,

@@ -31,6 +31,7 @@ from cosched.engine.port.building import adder_class
 from cosched.engine.port.penalties import count_outputs
 from cosched.engine.state import offline_progress
 from cosched.engine.support import check_arguments
+from cosched.engine.tracked import TrackedRequest
 from cosched.engine.waiting import WaitingQueue, online_requests
 from cosched.errors import ConfigError, RequestError
 from cosched_patches.seam import Seam, after, around, before
@@ -137,6 +138,17 @@ def limit_online_queue(original: Any, scheduler: Any, recv_req: Any) -> bool:
     for req in aborted:
         scheduler.waiting_queue.remove(req)
     return is_refused
+
+
+def read_when_next(original: Any, scheduler: Any, req: Any, storage_hit_end: Any = None) -> Any:
+    """A storage of KV below host memory is asked about offline requests when they are next
+    (`cosched.engine.storage`). Stock asks about each request that comes: about 100,000 lines of a
+    batch, of which most will run hours later."""
+    if _controller(scheduler) is not None and _is_offline(req):
+        tracked = TrackedRequest.of(req)
+        if tracked is None or not tracked.is_read:
+            return None
+    return original(scheduler, req, storage_hit_end)
 
 
 def time_out_online(original: Any, scheduler: Any) -> Any:
@@ -356,6 +368,7 @@ SEAMS: tuple[Seam, ...] = (
     around(f"{_SCHEDULER}._handle_generate_request", _BUILT, check_bounds),
     around(f"{_SCHEDULER}._handle_embedding_request", _BUILT, check_bounds),
     around(f"{_SCHEDULER}._abort_on_queued_limit", "self, recv_req", limit_online_queue),
+    around(f"{_SCHEDULER}._prefetch_kvcache", "self, req, storage_hit_end", read_when_next),
     around(f"{_SCHEDULER}._poll_timeout_aborts", "self", time_out_online),
     around(f"{_SCHEDULER}.abort_request", "self, recv_req", abort),
     around(

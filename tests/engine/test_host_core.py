@@ -11,10 +11,10 @@ import torch
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
 import cosched.bootstrap  # noqa: F401  # before SGLang
-from cosched.engine.host_core import HostedTreeCore
-from cosched.memory.eviction import CopyOrder, Leaves
+from cosched.engine.host_core import HostedTreeCore, RankedHostedTreeCore
+from cosched.memory.eviction import CopyOrder, LeastRecentlyUsed, Leaves
 from cosched.pool.radix import pack
-from tests.engine.test_tree_core import OPERATIONS, Machine, run
+from tests.engine.test_tree_core import NUM_OPERATIONS, OPERATIONS, Machine, run
 
 FULL = ComponentType.FULL
 HOST_TOKENS = 60
@@ -24,11 +24,14 @@ TRANSFER_S = 2e-5
 class HostMachine(Machine):
     """The same with a small host memory, and the steps that `UnifiedRadixCache` takes with it."""
 
+    kind = HostedTreeCore
+
     def __init__(self, core_name, *, page_size, seed, is_write_back):
         super().__init__(core_name, page_size=page_size, order="value", seed=seed)
         value = self.leaves.value
         value.transfer_s = TRANSFER_S
-        self.copies = Leaves(CopyOrder(value), value, slot="host_rank")
+        order = CopyOrder(value) if self.kind is HostedTreeCore else LeastRecentlyUsed()
+        self.copies = Leaves(order, value, slot="host_rank")
         self.tree._copies = self.copies
         core = self.core._core
         core.set_hicache_enabled()
@@ -36,7 +39,7 @@ class HostMachine(Machine):
         core.write_through_threshold = 2
         self.is_write_back = is_write_back
         self.host_free = set(range(HOST_TOKENS // page_size * page_size))
-        self.core = HostedTreeCore(
+        self.core = self.kind(
             core, self.tree, self.leaves, self.copies, lambda: len(self.host_free)
         )
         self.cache = SimpleNamespace(
@@ -180,9 +183,11 @@ class HostMachine(Machine):
     def evict(self):
         wanted = self.draw.randrange(1, 40)
         tracker = {FULL: 0}
+        gone_ids = []
         self.core.evict_device_start(FULL, wanted)
         while (result := self.core.evict_device_next_node(FULL, tracker)).node_id is not None:
             node_id = result.node_id
+            gone_ids.append(node_id)
             leaf = self.core.evict_device_leaf(node_id, self.is_write_back)
             tracker[FULL] += leaf.tracker[FULL]
             self.drain(leaf)
@@ -198,6 +203,7 @@ class HostMachine(Machine):
             tracker[FULL] += gone.tracker[FULL]
             self.drain(gone)
         self.core.evict_device_end(FULL)
+        return gone_ids
 
     def flush(self):
         idle = not (self.locks or self.pins or self.loading or self.cache.ongoing_write_through)
@@ -238,6 +244,59 @@ def test_the_mirror_agrees_on_both_tiers(monkeypatch, core, page_size, is_write_
     assert machine.core.transferred["to_host"] > 0
     assert machine.core.transferred["to_device"] > 0
     assert machine.core.evicted["demoted"] > 0
+
+
+class HostRank(HostMachine):
+    """One rank of several. Only rank 0 knows times and the requests that wait."""
+
+    kind = RankedHostedTreeCore
+
+    def __init__(self, *, page_size, seed, is_source):
+        super().__init__("rust", page_size=page_size, seed=seed, is_write_back=False)
+        self.core._core.write_through_threshold = 1  # more copies than host memory holds
+        if not is_source:
+            self.tree.refer = lambda *args: None
+            self.tree.left = lambda *args: None
+            self.leaves.advance = lambda now_s: None
+            self.tree._future = None
+
+
+CHANGES = (
+    *("insert", "insert", "insert", "match", "lock", "unlock", "pin", "unpin"),
+    *("wait", "leave", "depart", "tick", "load", "finish", "finish", "peek"),
+)
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_all_ranks_keep_the_same_on_both_tiers(monkeypatch, page_size):
+    monkeypatch.setattr("cosched.engine.tree_core._LEAST_TAIL", 2)
+    ranks = source, other = [
+        HostRank(page_size=page_size, seed=1, is_source=is_source) for is_source in (True, False)
+    ]
+    draw = random.Random(2)
+    num_given = num_alike = 0
+    for _ in range(NUM_OPERATIONS):
+        if draw.random() < 0.2:
+            evictions = source.leaves.next_to_go(draw.randrange(60))
+            given = None if draw.random() < 0.1 else evictions
+            for rank in ranks:
+                rank.core.give(given)
+            gone = source.evict()
+            assert gone == other.evict()
+            num_given += len(gone) if given else 0
+            num_alike += len({node_id for node_id, _ in given or ()} & set(gone))
+        else:
+            change = draw.choice(CHANGES)
+            for rank in ranks:
+                getattr(rank, change)()
+        assert not source.core.is_off and not other.core.is_off
+        assert source.tree.nodes.keys() == other.tree.nodes.keys()
+        assert source.host_free == other.host_free
+        assert source.tree.num_evictable == other.core.full_evictable_size()
+    for rank in ranks:
+        rank.audit()
+    assert num_alike > num_given / 2 > 0
+    assert source.core.evicted["demoted"] > 0 and source.core.evicted["host"] > 0
 
 
 def test_if_the_mirror_is_wrong_sglangs_orders_are_used(caplog):

@@ -52,6 +52,11 @@ CASES = {
     "a model's flag": (EMBEDDING_GEMMA, ["--is-embedding"], {}),
     "host memory": (QWEN3, HOST, {}),
     "host memory, two ranks": (QWEN3, [*HOST, "--tp", "2"], {}),
+    "host memory, two ranks, write back": (
+        QWEN3,
+        [*HOST, "--tp", "2", "--hicache-write-policy", "write_back"],
+        {},
+    ),
     "host memory over files": (QWEN3, [*HOST, "--hicache-storage-backend", "file"], {}),
     "LRU, two ranks": (QWEN3, [*HOST, "--tp", "2"], {"kv": {"eviction": "lru"}}),
     "gRPC": (QWEN3, ["--smg-grpc-mode"], {}),
@@ -88,6 +93,7 @@ def answers():
         "drafts",
         "one pool",
         "host memory",
+        "host memory, two ranks",
         "LRU, two ranks",
         "HTTP processes, PostgreSQL",
     ],
@@ -138,7 +144,7 @@ def test_sglangs_own_policy_refuses_nothing(answers):
 @pytest.mark.parametrize(
     ("name", "what"),
     [
-        ("host memory, two ranks", "KV eviction by value"),
+        ("host memory, two ranks, write back", "KV eviction by value"),
         ("drafts and host memory", "KV eviction by value"),
         ("host memory over files", "KV eviction by value"),
         ("states", "states beside the KV"),

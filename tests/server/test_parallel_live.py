@@ -110,6 +110,16 @@ def test_two_ranks_serve_both_classes_and_evict_the_same(two_ranks):
     assert kv["evicted_online"] + kv["evicted_offline"] > 1000
 
 
+def test_two_ranks_keep_the_same_contexts_in_host_memory(tiny_model, forks):
+    flags = ("--tp", "2", "--enable-hierarchical-cache", "--max-total-tokens", "1200")
+    with start_server(tiny_model, *flags, *LIMITS, forks=forks) as server:
+        prompts = [f"{n} says hello there " * (30 + 4 * n) for n in range(9)]
+        check_same_tokens(server, prompts, times=4)
+        kv = server.states()[0]["kv"]
+        assert kv["is_watched"]
+        assert kv["host"]["demoted"] > 1000 and kv["host"]["to_device"] > 0, kv
+
+
 def test_a_failing_request_is_refused_and_a_leak_drains_the_server(two_ranks):
     def send(rid, number):
         text = f"{number} hello there " * (3 + 2 * number)

@@ -121,6 +121,16 @@ def searches_host(scheduler: Any) -> bool:
     return bool(scheduler.enable_hierarchical_cache) and parallel().tp_size == 1
 
 
+def reads_storage(scheduler: Any) -> bool:
+    """Whether there is a storage of KV below host memory."""
+    return bool(scheduler.enable_hicache_storage or scheduler.enable_lmcache)
+
+
+def read_storage(scheduler: Any, req: Any) -> None:
+    """Begin to load what the storage has of a waiting request into host memory."""
+    scheduler._prefetch_kvcache(req)
+
+
 def metric_labels(scheduler: Any) -> Mapping[str, Any] | None:
     """Labels of SGLang's metrics of this scheduler; None: it has no metrics."""
     context = scheduler.metrics_collector_context
