@@ -25,8 +25,10 @@ plans = [
     EMPTY_PLAN,
 ]
 evictions = [None, [], [Eviction(3, True)], None, [Eviction(n, False) for n in range(5000)], None]
-for plan, gone in zip(plans, evictions, strict=True):
-    shared, also_gone = ranks.share(Shared(plan, gone) if rank == 0 else None)
+reads = [(), ("a", "b"), (), (), (long,), ()]
+for plan, gone, read in zip(plans, evictions, reads, strict=True):
+    shared, also_gone, also_read = ranks.share(Shared(plan, gone, read) if rank == 0 else None)
+    assert tuple(also_read) == read, (rank, also_read)
     assert shared == plan, (rank, shared)
     assert also_gone == gone, (rank, also_gone)
     assert list(shared.prefill) == list(plan.prefill)
