@@ -43,7 +43,6 @@ SPECULATIVE_ALGORITHMS = ("EAGLE", "EAGLE3", "STANDALONE", "NGRAM")
 """Those that are planned. NEXTN is EAGLE to SGLang."""
 
 _NOT_WITH_STATES = (
-    ("speculative_algorithm", "what a preempted request keeps is not known between two drafts"),
     ("enable_hierarchical_cache", "what is copied to host memory with its states is not planned"),
     ("enable_unified_memory", "KV and states take each other's memory, which is not planned"),
 )

@@ -13,7 +13,7 @@ from cosched.schedule.ledger import Ledger
 from tests.engine.conftest import OFFLINE, assert_drained, prompt
 from tests.engine.test_forced_stops import StoppingPolicy
 from tests.engine.test_models import SIZES, forget_experts  # noqa: F401
-from tests.engine.test_speculative import prompts, submit
+from tests.engine.test_speculative import CHAIN, draft_from, prompts, submit
 
 NUM_REQUESTS = int(os.environ.get("COSCHED_STATES_REQUESTS", "24"))
 
@@ -31,6 +31,7 @@ MODEL = {
 }
 NO_BUFFER = {"mamba_radix_cache_strategy": "no_buffer"}
 EXTRA_BUFFER = {"mamba_radix_cache_strategy": "extra_buffer", "mamba_track_interval": 64}
+LAZY = {"mamba_radix_cache_strategy": "extra_buffer_lazy"}
 SMALL = {"max_total_tokens": 700, "max_running_requests": 6}
 PAGES = {**EXTRA_BUFFER, "page_size": 16}
 
@@ -73,6 +74,7 @@ def held_slots(scheduler):
         pytest.param(NO_BUFFER, id="no_buffer"),
         pytest.param(EXTRA_BUFFER, id="extra_buffer"),
         pytest.param({**EXTRA_BUFFER, "overlap": True}, id="overlap"),
+        pytest.param({**EXTRA_BUFFER, **LAZY, "overlap": True}, id="lazy"),
         pytest.param(PAGES, id="pages"),
     ],
 )
@@ -158,3 +160,19 @@ def test_a_refused_request_gives_its_slot_back(make_hybrid, monkeypatch):
     engine.run_until_idle(on_iteration=on_iteration)
     assert refused[15] > 0
     assert held_slots(scheduler) == 0
+
+
+@pytest.mark.parametrize("strategy", [NO_BUFFER, EXTRA_BUFFER], ids=["no_buffer", "extra_buffer"])
+def test_the_same_tokens_with_drafts(make_hybrid, monkeypatch, strategy):
+    texts = prompts(NUM_REQUESTS)
+    expected = submit(make_hybrid(policy="sglang", mixed=False), texts)
+    draft_from(expected, texts, monkeypatch)
+    drafts = {"speculative_algorithm": "NEXTN", **CHAIN}
+    engine = make_hybrid(policy="cosched", **SMALL, **strategy, **drafts)
+    controller = engine.scheduler.cosched
+    controller.use_policy(StoppingPolicy(controller.policy, PreemptMode.KEEP_KV, seed=3))
+    assert submit(engine, texts) == expected
+    assert controller.table.tokens_per_decode > 1.3
+    assert controller.counters.num_preemptions > 5
+    assert_drained(engine)
+    assert held_slots(engine.scheduler) == 0

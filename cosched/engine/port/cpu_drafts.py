@@ -26,6 +26,10 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
+from sglang.srt.speculative.spec_utils import (
+    commit_mamba_states_after_verify,
+    prepare_mamba_track_for_verify,
+)
 
 _MATCHED = 2
 """Last tokens of a request that are looked up in it."""
@@ -143,6 +147,7 @@ class LookupWorker(BaseSpecWorker):  # type: ignore[misc]
         ).flatten()
         batch.out_cache_loc = rows.gather(1, positions).flatten().to(torch.int64)
         batch.spec_info = _Verify(positions.flatten(), number)
+        prepare_mamba_track_for_verify(batch)
         result = self._target_worker.forward_batch_generation(batch, is_verify=True)
         batch.forward_mode = ForwardMode.DECODE
         logits = result.logits_output.next_token_logits
@@ -151,6 +156,10 @@ class LookupWorker(BaseSpecWorker):  # type: ignore[misc]
             [num_accepted(ids, row) for ids, row in zip(drafted, predicted.tolist(), strict=True)],
             dtype=torch.int32,
             device=device,
+        )
+        places = torch.arange(predicted.numel(), device=device).reshape(predicted.shape)
+        commit_mamba_states_after_verify(
+            self._target_worker, batch, accepted, places, draft_token_num=number
         )
         return result_of(batch, predicted.flatten(), accepted, logits=result.logits_output)
 

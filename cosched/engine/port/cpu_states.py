@@ -16,6 +16,8 @@ from torch.nn import functional
 
 _CHUNK = 64
 """Tokens between two of the states that `extend` returns: SGLang's chunk."""
+_ONE_TOKEN = torch.tensor([0, 1])
+_FIRST = torch.tensor([0])
 
 
 def gates(
@@ -96,13 +98,25 @@ def decode(
     initial_state_source: torch.Tensor,
     initial_state_indices: torch.Tensor,
     cu_seqlens: torch.Tensor,
+    intermediate_states_buffer: torch.Tensor | None = None,
+    intermediate_state_indices: torch.Tensor | None = None,
     **_: Any,
 ) -> torch.Tensor:
-    """One token of each sequence."""
+    """One token of each sequence; or several that are verified: the state stays as it is, and those
+    after each token go into the buffer."""
     g, beta = gates(A_log, a, b, dt_bias)
-    outputs, _none, _before = extend(
-        q, k, v, g, beta, initial_state_source, cu_seqlens, initial_state_indices
-    )
+    if intermediate_states_buffer is None:
+        return extend(q, k, v, g, beta, initial_state_source, cu_seqlens, initial_state_indices)[0]
+    assert intermediate_state_indices is not None
+    outputs, rows = torch.zeros_like(v), intermediate_state_indices.tolist()
+    slots = initial_state_indices.tolist()
+    for number, start, end in _sequences(cu_seqlens):
+        state = initial_state_source[slots[number], None].clone()
+        for at in range(start, end):
+            cut = slice(at, at + 1)
+            one = q[:, cut], k[:, cut], v[:, cut], g[:, cut], beta[:, cut]
+            outputs[:, cut] = extend(*one, state, _ONE_TOKEN, _FIRST)[0]
+            intermediate_states_buffer[rows[number], at - start] = state[0]
     return outputs
 
 
@@ -142,11 +156,23 @@ def convolve_one(
     bias: torch.Tensor | None = None,
     activation: str | None = None,
     conv_state_indices: torch.Tensor | None = None,
+    intermediate_conv_window: torch.Tensor | None = None,
+    intermediate_state_indices: torch.Tensor | None = None,
     **_: Any,
 ) -> torch.Tensor:
-    """The same for one token of each sequence, [sequences, channels]."""
-    assert conv_state_indices is not None and x.ndim == 2
+    """The same for one token of each sequence, [sequences, channels]; or for several that are
+    verified, [sequences, channels, tokens]: the inputs kept after each go into the buffer."""
+    assert conv_state_indices is not None
     number = x.shape[0]
+    if intermediate_conv_window is not None:
+        assert intermediate_state_indices is not None
+        rows, kept = intermediate_state_indices.tolist(), conv_state[conv_state_indices.long()]
+        everyone = torch.arange(number)
+        outputs = []
+        for step in range(x.shape[2]):
+            outputs.append(convolve_one(x[:, :, step], kept, weight, bias, activation, everyone))
+            intermediate_conv_window[rows, step] = kept
+        return torch.stack(outputs, dim=1).transpose(1, 2)
     starts = torch.arange(number + 1)
     continues = torch.ones(number, dtype=torch.bool)
     return convolve(
@@ -173,6 +199,26 @@ def _keep(
 def _keep_all(conv_pool: torch.Tensor, ssm_pool: torch.Tensor, *args: Any, **options: Any) -> None:
     """The same of all layers."""
     _keep(conv_pool.transpose(0, 1), ssm_pool.transpose(0, 1), *args, **options)
+
+
+def _commit(
+    caches: Any,
+    slots: torch.Tensor,
+    steps: torch.Tensor,
+    checkpoints: torch.Tensor | None,
+    steps_of_checkpoints: torch.Tensor | None,
+    **_: Any,
+) -> None:
+    """After a verification: the states after the last accepted token of each sequence, and those
+    for its checkpoint (step -1: none)."""
+    for kept, step in ((slots, steps), (checkpoints, steps_of_checkpoints)):
+        if kept is None or step is None:
+            continue
+        rows = (step >= 0).nonzero(as_tuple=True)[0]
+        to, at = kept[rows].long(), step[rows].long()
+        caches.temporal[:, to] = caches.intermediate_ssm[:, rows, at]
+        for states, windows in zip(caches.conv, caches.intermediate_conv_window, strict=True):
+            states[:, to] = windows[:, rows, at]
 
 
 def _norm(self: Any, x: torch.Tensor, gate: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
@@ -202,5 +248,6 @@ def install() -> None:
     gdn_triton.chunk_gated_delta_rule = extend
     gdn_triton.fused_sigmoid_gating_delta_rule_update = decode
     torch.Tensor.pin_memory = lambda tensor, *_: tensor  # the scheduler's, of what it tracks
+    hybrid.scatter_mamba_states_after_mtp_verify = _commit
     hybrid.track_mamba_states_all_layers = _keep_all
     hybrid.track_mamba_states_if_needed = _keep
