@@ -68,11 +68,12 @@ def _replace_states() -> None:
     if hasattr(original, "replaces_kernels"):
         return
 
-    def init(self: Any, *args: Any, **options: Any) -> None:
+    def init(self: Any, *args: Any, cache_params: Any, **options: Any) -> None:
         from cosched.engine.port import cpu_states
 
         cpu_states.install()
-        original(self, *args, **options)
+        cache_params = cpu_states.in_models_dtype(cache_params)
+        original(self, *args, cache_params=cache_params, **options)
 
     init.replaces_kernels = True  # type: ignore[attr-defined]
     MambaPool.__init__ = init

@@ -47,7 +47,6 @@ def randomize(model):
 def make_hybrid(make_engine, forget_experts, monkeypatch, tmp_path):  # noqa: F811
     """`make_engine` with such a model."""
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
-    monkeypatch.setenv("SGLANG_MAMBA_CONV_DTYPE", "float32")
     monkeypatch.setattr("sglang.srt.model_loader.loader.initialize_dummy_weights", randomize)
 
     def make(**options):

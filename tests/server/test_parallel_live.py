@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.engine.shutdown import EXIT_CODE
 from tests.batch.api import Api
+from tests.engine.test_states import MODEL as HYBRID
 from tests.request_lines import line
 from tests.server.poisoned import FAILS, LEAKS
 from tests.serving import start_server
@@ -64,6 +66,19 @@ def test_both_classes_decode_with_drafts(tiny_model, forks, algorithm):
     with start_server(tiny_model, *flags, *LIMITS, forks=forks) as server:
         check_both_classes(server)
         assert server.states()[0]["tokens_per_decode"] >= 1
+
+
+@pytest.mark.parametrize("strategy", ["no_buffer --disable-overlap-schedule", "extra_buffer"])
+def test_both_classes_have_state_slots(tiny_model, tmp_path, forks, strategy):
+    for path in tiny_model.iterdir():
+        if path.suffix != ".safetensors":
+            shutil.copy(path, tmp_path)
+    vocabulary = json.loads((tiny_model / "config.json").read_text())["vocab_size"]
+    (tmp_path / "config.json").write_text(json.dumps(HYBRID | {"vocab_size": vocabulary}))
+    flags = ("--load-format", "dummy", "--mamba-radix-cache-strategy", *strategy.split())
+    flags += ("--max-mamba-cache-size", "20", "--max-total-tokens", "1200", *LIMITS)
+    with start_server(tmp_path, *flags, forks=forks) as server:
+        check_both_classes(server)
 
 
 def test_every_http_process_reads_the_class(tiny_model, forks):

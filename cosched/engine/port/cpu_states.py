@@ -8,10 +8,13 @@ slots, their copies and checkpoints are SGLang's.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import torch
+from sglang.srt.arg_groups.overrides import model_config_of
+from sglang.srt.runtime_context import get_server_args
 from torch.nn import functional
 
 _CHUNK = 64
@@ -227,6 +230,12 @@ def _norm(self: Any, x: torch.Tensor, gate: torch.Tensor, *_: Any, **__: Any) ->
     values = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + self.eps)
     activate = torch.sigmoid if self.activation == "sigmoid" else functional.silu
     return (values * self.weight.float() * activate(gate.float())).to(x.dtype)
+
+
+def in_models_dtype(params: Any) -> Any:
+    """Inputs of convolutions are kept as the model computes them, not in bfloat16."""
+    dtype = replace(params.dtype, conv=model_config_of(get_server_args()).dtype)
+    return replace(params, dtype=dtype)
 
 
 def install() -> None:
