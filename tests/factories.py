@@ -21,6 +21,7 @@ from cosched.core.view import (
     Progress,
     StateSlots,
     ToleranceHeadroom,
+    WindowKv,
 )
 from cosched.pool.pool import ArrivalOrder
 from cosched.schedule.ledger import promised_tokens
@@ -153,6 +154,7 @@ class FakeView:
     promises: Mapping[str, int] = field(default_factory=dict)
     shared: Mapping[str, int] = field(default_factory=dict)
     lengths: Mapping[str, LengthEstimate] = field(default_factory=dict)
+    window_kv: WindowKv | None = None
     offline_limits: OfflineLimits = field(default_factory=OfflineLimits)
 
     @property
@@ -244,3 +246,11 @@ class FakeView:
 
     def preemption_gain(self, request: Request) -> int:
         return request.num_computed_tokens
+
+    def window_reserve_of(self, request: Request) -> int:
+        caps = self.caps
+        num_left = request.max_new_tokens - request.num_output_tokens
+        return min(num_left, caps.window_tokens + caps.window_slack)
+
+    def window_gain(self, request: Request) -> int:
+        return min(request.num_computed_tokens, self.caps.window_tokens)

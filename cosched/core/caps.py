@@ -32,6 +32,10 @@ class EngineCaps:
     shared_prefix           the KV of a shared prefix is read once for all its decodes
     decode_reserve          KV tokens that a request must have beyond its computed ones to decode;
                             above 1 with speculative decoding
+    window_tokens           tokens before its own that a token of a layer with sliding windows
+                            attends to, if the KV of these layers has a pool of its own; None: there
+                            is no such pool
+    window_slack            tokens behind its window that a decoding request may hold in that pool
     host_tokens             KV tokens that host memory holds (HiCache); 0: there is none, and
                             nothing can be copied there
     states_per_request      most state slots of a request (state-space and linear-attention
@@ -55,6 +59,8 @@ class EngineCaps:
     hosts: bool = False
     shared_prefix: bool = False
     decode_reserve: int = 1
+    window_tokens: int | None = None
+    window_slack: int = 0
     host_tokens: int = 0
     states_per_request: int = 0
     states_held: int = 0

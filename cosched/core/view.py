@@ -24,6 +24,7 @@ __all__ = [
     "StateSlots",
     "ToleranceHeadroom",
     "View",
+    "WindowKv",
 ]
 
 
@@ -100,6 +101,23 @@ class StateSlots:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WindowKv:
+    """The KV pool of layers with sliding windows at the moment of planning [tokens]. A request
+    takes a token of it for each that it computes, and returns those behind its window.
+
+    total      capacity
+    free       not allocated
+    evictable  in the radix tree and used by no request
+    reserved   set aside for the output of running requests, until their windows are full
+    """
+
+    total: int
+    free: int
+    evictable: int
+    reserved: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Match:
     """The head of a waiting request that is in the radix tree now, up to a checkpoint if the model
     has state slots.
@@ -108,11 +126,14 @@ class Match:
     evictable  those of them that no running request holds: admitting the request takes them out
                of `KvState.evictable`
     host       those of them that are in host memory only: admitting it takes as many free tokens
+    in_window  most tokens that admitting the request takes out of `WindowKv.evictable` and `free`:
+               those of the last window of the matched ones
     """
 
     cached: int
     evictable: int
     host: int = 0
+    in_window: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,6 +327,12 @@ class View(Protocol):
         ...
 
     @property
+    def window_kv(self) -> WindowKv | None:
+        """None: layers with sliding windows have no KV pool of their own
+        (`EngineCaps.window_tokens`)."""
+        ...
+
+    @property
     def free_slots(self) -> int:
         """Requests that may be admitted before the running batch is full."""
         ...
@@ -405,4 +432,12 @@ class View(Protocol):
     def preemption_gain(self, request: Request) -> int:
         """KV tokens that become free or evictable if this request is preempted, without its
         reserve and without tokens that another running request holds too. O(depth)."""
+        ...
+
+    def window_reserve_of(self, request: Request) -> int:
+        """Tokens of `WindowKv.reserved` for this running request."""
+        ...
+
+    def window_gain(self, request: Request) -> int:
+        """The same of `window_kv`. Asked only where there is one."""
         ...

@@ -3,7 +3,9 @@
 Attention: the `torch_native` backend pads the queries of each prefill to the whole sequence and
 drops the padding. The last 100 tokens behind a cached prefix of 500 then cost as much as 600, and
 so does each decode in a mixed batch. No GPU backend does that, and it would hide the differences
-between policies. `attend` computes the new tokens only, under every policy.
+between policies. `attend` computes the new tokens only, under every policy. For sliding windows
+that have a KV pool of their own it also translates the slots (SGLang's backend reads those of the
+other pool), and it knows attention sinks.
 
 Host memory (HiCache): SGLang copies KV between the device and pinned host memory with GPU kernels.
 Here the memory is not pinned and the copies are plain torch; queues, events, locks and the
@@ -39,6 +41,8 @@ def install() -> None:
     original = Backend._run_sdpa_forward_extend
     if not getattr(original, "computes_new_tokens_only", False):
         Backend._run_sdpa_forward_extend = _new_tokens_only(original)
+        Backend.forward_extend = _windowed(Backend.forward_extend)
+        Backend.forward_decode = _windowed(Backend.forward_decode)
     common.ALLOC_MEMORY_FUNCS["cpu"] = _allocate
     pool = mha.MHATokenToKVPoolHost
     original_page = pool.get_dummy_flat_data_page
@@ -160,6 +164,94 @@ def _new_tokens_only(original: Any) -> Any:
 
     run.computes_new_tokens_only = True  # type: ignore[attr-defined]
     return run
+
+
+def attend_in_window(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """As `attend`, for grouped heads. window: tokens before its own that a query attends to, None:
+    all; sinks: [heads], a logit that takes part in the softmax and has no value."""
+    num_heads, num_queries, _ = query.shape
+    length = key.shape[1]
+    key, value = (x.repeat_interleave(num_heads // x.shape[0], dim=0) for x in (key, value))
+    logits = (query @ key.transpose(1, 2)).float() * scale
+    behind = torch.arange(length - num_queries, length)[:, None] - torch.arange(length)
+    is_hidden = behind < 0
+    if window is not None:
+        is_hidden |= behind > window
+    logits = logits.masked_fill(is_hidden, float("-inf"))
+    if sinks is not None:
+        column = sinks.float()[:, None, None].expand(-1, num_queries, 1)
+        return (
+            torch.softmax(torch.cat((logits, column), dim=2), dim=2)[..., :-1].to(value.dtype)
+            @ value
+        )
+    return torch.softmax(logits, dim=2).to(value.dtype) @ value
+
+
+def _windowed(original: Any) -> Any:
+    """`original`, the attention of prefills or of decodes, with `attend_in_window` for layers whose
+    KV is in the pool of sliding windows, and for those with attention sinks."""
+
+    def forward(
+        self: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        sinks: torch.Tensor | None = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+        pool = self.token_to_kv_pool
+        in_pool = self.use_sliding_window_kv_pool and pool.layers_mapping[layer.layer_id][1]
+        if not in_pool and sinks is None:
+            result: torch.Tensor = original(
+                self, q, k, v, layer, forward_batch, save_kv_cache, **options
+            )
+            return result
+        if save_kv_cache and k is not None:
+            slots = KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc)
+            pool.set_kv_buffer(layer, slots, k, v)
+        window = layer.sliding_window_size
+        if window is None or window < 0:
+            window = None
+        query = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        output = query.new_empty(len(query), layer.tp_q_head_num * layer.v_head_dim)
+        keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
+        new = forward_batch.extend_seq_lens
+        if forward_batch.forward_mode.is_decode():
+            new = torch.ones_like(forward_batch.seq_lens)
+        begin = 0
+        rows = torch.stack((forward_batch.req_pool_indices, forward_batch.seq_lens, new), dim=1)
+        for pool_index, length, num_new in rows.tolist():
+            first = 0 if window is None else max(length - num_new - window, 0)
+            slots = self.req_to_token_pool.req_to_token[pool_index, first:length]
+            if in_pool:
+                slots = pool.translate_loc_from_full_to_swa(slots)
+            end = begin + num_new
+            out = attend_in_window(
+                query[begin:end].movedim(0, 1),
+                keys[slots].to(query.dtype).movedim(0, 1),
+                values[slots].to(query.dtype).movedim(0, 1),
+                scale=layer.scaling,
+                window=window,
+                sinks=sinks,
+            )
+            output[begin:end] = out.movedim(0, 1).flatten(1)
+            begin = end
+        return output
+
+    return forward
 
 
 # --- Host memory ---

@@ -193,14 +193,6 @@ def _refused_model(server_args: Any, resolved: Any, config: Config) -> Iterator[
                     f"with state-space or linear-attention layers: {why}; drop the flag or "
                     f"{_WAY_OUT}"
                 )
-    if model.is_hybrid_swa:
-        remedy = _WAY_OUT
-        if not model.is_deepseek_v4_arch:
-            remedy = (
-                "give --disable-hybrid-swa-memory (these layers then keep the KV of all tokens, so "
-                f"fewer tokens fit), or {_WAY_OUT}"
-            )
-        yield f"{subject} its sliding-window layers have a KV pool of their own; {remedy}"
 
 
 def _why_no_shared_pages(resolved: Any) -> str | None:

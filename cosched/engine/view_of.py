@@ -24,6 +24,7 @@ from cosched.core.view import (
     Progress,
     StateSlots,
     ToleranceHeadroom,
+    WindowKv,
 )
 from cosched.engine import port
 from cosched.engine.kv import KvManager
@@ -34,6 +35,7 @@ from cosched.engine.timekeeper import Moment
 from cosched.engine.tracked import TrackedRequest
 from cosched.engine.waiting import WaitingQueue
 from cosched.schedule.ledger import promised_tokens
+from cosched.schedule.window_ledger import to_fill
 
 _NOTHING = Match(cached=0, evictable=0)
 
@@ -90,7 +92,7 @@ class SchedulerView:
         self.recompute_debt_s = recompute_debt_s
         self._must_decode = must_decode
         self._matches: dict[Request, Match] = {}
-        self._gains: dict[Request, int] = {}
+        self._gains: dict[Request, port.Tokens] = {}
         self._shared: dict[RequestClass, Mapping[Request, int]] = {}
 
     @cached_property
@@ -182,6 +184,13 @@ class SchedulerView:
         return port.slots_of(self._scheduler) if self.caps.states_per_request else None
 
     @cached_property
+    def window_kv(self) -> WindowKv | None:
+        if self.caps.window_tokens is None:
+            return None
+        reserved = sum(map(self.window_reserve_of, self.running))
+        return port.window_kv(self._scheduler, reserved=reserved)
+
+    @cached_property
     def free_slots(self) -> int:
         return port.free_slots(self._scheduler, self._batch)
 
@@ -228,20 +237,26 @@ class SchedulerView:
         if self._kv is None and port.searches_host(self._scheduler):
             found = port.find(tree, req)
             held = port.evictable_at(tree, found.node)
-            cached = found.num_device + found.num_host
-            return Match(cached=cached, evictable=held, host=found.num_host)
-        num_tokens, node, num_pinned = port.peek(tree, req)
+            return Match(
+                cached=found.num_device + found.num_host,
+                evictable=held.kv,
+                host=found.num_host,
+                in_window=held.in_window + found.num_host_window,
+            )
+        found_here = port.peek(tree, req)
+        num_tokens, node, num_pinned = found_here
         # Locking takes the whole last node; admission splits it where the match ends.
         evictable = (
-            port.evictable_at(tree, node)
+            port.evictable_at(tree, node).kv
             if self._kv is None
             else self._kv.kv_tree.evictable_from(node)
         )
-        held = max(evictable - (num_pinned - num_tokens), 0)
+        num_evictable = max(evictable - (num_pinned - num_tokens), 0)
         if self._kv is None:
-            return Match(cached=num_tokens, evictable=held)
+            in_window = port.window_at(tree, found_here)
+            return Match(cached=num_tokens, evictable=num_evictable, in_window=in_window)
         host = self._kv.num_on_host(request, node, num_tokens)
-        return Match(cached=num_tokens + host, evictable=held, host=host)
+        return Match(cached=num_tokens + host, evictable=num_evictable, host=host)
 
     def num_shared(self, request: Request) -> int:
         """Computed once for each class."""
@@ -262,6 +277,16 @@ class SchedulerView:
         return port.num_kept(_req(request))
 
     def preemption_gain(self, request: Request) -> int:
+        return self._gain_of(request).kv
+
+    def window_reserve_of(self, request: Request) -> int:
+        num_left = request.max_new_tokens - request.num_output_tokens
+        return to_fill(self.caps, num_left, port.num_own_in_window(_req(request)))
+
+    def window_gain(self, request: Request) -> int:
+        return self._gain_of(request).in_window
+
+    def _gain_of(self, request: Request) -> port.Tokens:
         """Cached."""
         gain = self._gains.get(request)
         if gain is None:
@@ -269,8 +294,8 @@ class SchedulerView:
             if self._kv is None:
                 gain = port.gain_of_stopping(self._scheduler.tree_cache, req)
             else:
-                (gain,) = self._kv.kv_tree.gains_of_release((port.last_node(req),))
-                gain += port.num_own(req)
+                (shared,) = self._kv.kv_tree.gains_of_release((port.last_node(req),))
+                gain = port.Tokens(shared + port.num_own(req), 0)
             self._gains[request] = gain
         return gain
 

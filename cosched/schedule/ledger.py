@@ -366,23 +366,37 @@ class Ledger:
 
     def refund_pauses(self, requests: Sequence[Request]) -> None:
         """Refund the decodes of running requests that pause."""
-        self.available += sum(map(self.step_of, requests))
+        num_tokens = sum(map(self.step_of, requests))
+        self.available += num_tokens
+        for side in self._side:
+            side.refund_pauses(num_tokens)
         if self._caps.mixed_batches:
             self.tokens += len(requests)
             self.headroom += len(requests)
 
     def charge_pause(self, request: Request) -> None:
         """The inverse of `refund_pauses`."""
-        self.available -= self.step_of(request)
+        num_tokens = self.step_of(request)
+        self.available -= num_tokens
+        for side in self._side:
+            side.refund_pauses(-num_tokens)
         if self._caps.mixed_batches:
             self.tokens -= 1
             self.headroom -= 1
+
+    def decodes_fit(self) -> bool:
+        """True if the decodes that are in have memory, beside the prefills that are."""
+        return self.available >= 0 and all(side.decodes_fit() for side in self._side)
 
     def can_decode(self, request: Request) -> bool:
         """True if a paused request can decode beside the prefills."""
         if self._caps.mixed_batches and min(self.tokens, self.headroom) < 1:
             return False
-        return self.available >= self.step_of(request)
+        if not self._side:
+            return self.available >= self.step_of(request)
+        trial = self.fork()
+        trial.charge_pause(request)
+        return trial.decodes_fit()
 
     def step_of(self, request: Request) -> int:
         """KV tokens that the next decode of a running request takes."""

@@ -179,13 +179,13 @@ def preempt_beyond_limit(builder: PlanBuilder, steps: Steps) -> None:
 def make_room_for_decodes(builder: PlanBuilder, steps: Steps) -> None:
     """Preempt offline requests until all others have memory for their next token; then an
     unfinished online prefill, which holds memory and generates nothing."""
-    if builder.ledger.available >= 0:
+    if builder.ledger.decodes_fit():
         return
     victims = steps.victims(builder)
     unfinished = [r for r in builder.unfinished() if r.traits.can_preempt and r not in victims]
     for victim in (*victims, *unfinished):
         builder.preempt(victim)
-        if builder.ledger.available >= 0:
+        if builder.ledger.decodes_fit():
             break
 
 

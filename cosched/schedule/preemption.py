@@ -11,8 +11,12 @@ from cosched.core.view import View
 def num_lost(view: View, request: Request) -> int:
     """Tokens of a running request or an unfinished prefill that are expected to be lost before it
     resumes: those behind its last checkpoint, and KV that is evicted. The request that takes its
-    place is assumed to need as much memory, and takes free memory first."""
+    place is assumed to need as much memory, and takes free memory first. Without its last window
+    nothing of it can be reused."""
     num_tokens = request.num_computed_tokens
+    pool, window = view.window_kv, view.caps.window_tokens
+    if pool is not None and window is not None and pool.free < window:
+        return num_tokens
     return max(num_tokens - max(view.kv.free, 0), num_tokens - view.num_kept(request), 0)
 
 

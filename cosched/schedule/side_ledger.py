@@ -7,6 +7,7 @@ from typing import Protocol
 from cosched.core.caps import EngineCaps
 from cosched.core.request import Request
 from cosched.core.view import Match, View
+from cosched.schedule.window_ledger import WindowLedger
 
 
 class SideLedger(Protocol):
@@ -37,11 +38,24 @@ class SideLedger(Protocol):
         """A running request or an unfinished prefill is preempted."""
         ...
 
+    def refund_pauses(self, num_tokens: int) -> None:
+        """Running requests whose decodes would take this number of KV tokens pause; negative: they
+        decode after all."""
+        ...
+
+    def decodes_fit(self) -> bool:
+        """The decodes that are in have memory."""
+        ...
+
 
 def side_ledgers(view: View) -> tuple[SideLedger, ...]:
     """One for each memory beside the KV that the engine has."""
-    slots = view.states
-    return () if slots is None else (StateLedger(slots.free + slots.evictable, view.caps),)
+    sides: list[SideLedger] = []
+    if view.states is not None:
+        sides.append(StateLedger(view.states.free + view.states.evictable, view.caps))
+    if view.window_kv is not None:
+        sides.append(WindowLedger(view, view.window_kv))
+    return tuple(sides)
 
 
 class StateLedger:
@@ -68,3 +82,9 @@ class StateLedger:
 
     def refund_preemption(self, request: Request) -> None:
         self._num_left += self._caps.states_held
+
+    def refund_pauses(self, num_tokens: int) -> None:
+        """They keep their slots."""
+
+    def decodes_fit(self) -> bool:
+        return True

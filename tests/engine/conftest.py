@@ -7,6 +7,7 @@ import pytest
 
 import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.config import ENV_VAR
+from cosched.engine import port
 from tests.memory.integrity import check_kv_tree
 
 OFFLINE = -1  # the priority
@@ -57,6 +58,18 @@ def make_engine(tiny_model, monkeypatch):
     yield make
     for engine in engines:
         engine.close()
+
+
+@pytest.fixture
+def forget_experts():
+    """SGLang sets where experts are once in a process; call it between two engines."""
+    from sglang.srt.runtime_context import get_resources
+
+    def forget():
+        get_resources().expert_location_metadata = None
+
+    yield forget
+    forget()
 
 
 def without_model(engine):
@@ -162,7 +175,7 @@ def prompt(seed: int, length: int) -> list[int]:
 
 def kv_tokens(scheduler) -> tuple[int, int]:
     """(available + evictable, total)."""
-    free = scheduler.token_to_kv_pool_allocator.available_size()
+    free = port.kv_free(scheduler)
     return free + scheduler.tree_cache.evictable_size(), scheduler.max_total_num_tokens
 
 
@@ -173,6 +186,9 @@ def assert_drained(engine) -> None:
     assert scheduler.is_fully_idle()
     held, total = kv_tokens(scheduler)
     assert held == total
+    if port.window_tokens(scheduler) is not None:
+        pool = port.window_kv(scheduler, reserved=0)
+        assert pool.free + pool.evictable == pool.total
     rows = scheduler.req_to_token_pool
     assert rows.available_size() == rows.size
     controller = getattr(scheduler, "cosched", None)

@@ -31,18 +31,6 @@ WINDOWS = {
 ONE_POOL = ("--disable-hybrid-swa-memory",)
 
 
-@pytest.fixture
-def forget_experts():
-    """SGLang sets where experts are once in a process; call it between two engines."""
-    from sglang.srt.runtime_context import get_resources
-
-    def forget():
-        get_resources().expert_location_metadata = None
-
-    yield forget
-    forget()
-
-
 @pytest.mark.parametrize(
     ("model", "switches"),
     [

@@ -128,8 +128,8 @@ def test_what_preemption_gains_is_free_or_evictable_afterwards(make_engine, toke
         if iteration == 20:
             [req] = scheduler.running_batch.reqs
             room = port.kv_free(scheduler) + port.kv_evictable(scheduler)
-            gain = port.gain_of_stopping(scheduler.tree_cache, req)
-            assert gain == port.gain_of_stopping(scheduler.tree_cache, req)
+            gain = port.gain_of_stopping(scheduler.tree_cache, req).kv
+            assert (gain, 0) == port.gain_of_stopping(scheduler.tree_cache, req)
             port.release(scheduler.tree_cache, req, keep=True)
             port.put_back(scheduler, req)
             scheduler.running_batch.filter_batch(keep_indices=[])

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from sglang.srt.environ import envs
+from sglang.srt.mem_cache.allocator.swa import is_swa_req_ring
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.rust_tree_core.adapter import RustUnifiedTreeCore
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
+from cosched.core.view import WindowKv
 from cosched.engine.port import states
 from cosched.engine.port.request import token_ids
 from cosched.memory.node import PathNode
@@ -23,7 +27,10 @@ def kv_total(scheduler: Any) -> int:
 
 def kv_free(scheduler: Any) -> int:
     """Free KV tokens of the device."""
-    return int(scheduler.token_to_kv_pool_allocator.available_size())
+    allocator = scheduler.token_to_kv_pool_allocator
+    if window_tokens(scheduler) is None:
+        return int(allocator.available_size())
+    return int(allocator.full_available_size())
 
 
 def kv_evictable(scheduler: Any) -> int:
@@ -34,6 +41,40 @@ def kv_evictable(scheduler: Any) -> int:
 def kv_shared(scheduler: Any) -> int:
     """KV tokens of the radix tree that requests use. Shared ones count once."""
     return int(scheduler.tree_cache.protected_size())
+
+
+def window_tokens(scheduler: Any) -> int | None:
+    """Tokens before its own that a token of a layer with sliding windows attends to, if the KV of
+    these layers has a pool of its own."""
+    tree = scheduler.tree_cache
+    return int(tree.sliding_window_size) if _has_window_pool(tree) else None
+
+
+def window_slack(scheduler: Any) -> int:
+    """Tokens behind its window that a decoding request may hold: SGLang frees them in batches of
+    whole pages."""
+    tree = scheduler.tree_cache
+    for_drafts: int = tree.swa_retain_window - tree.sliding_window_size
+    interval: int = envs.SGLANG_SWA_EVICTION_INTERVAL.get()
+    page: int = scheduler.page_size
+    return for_drafts + interval + 2 * page
+
+
+def window_kv(scheduler: Any, *, reserved: int) -> WindowKv:
+    """That pool."""
+    allocator = scheduler.token_to_kv_pool_allocator
+    return WindowKv(
+        total=int(allocator.size_swa),
+        free=int(allocator.swa_available_size()),
+        evictable=int(scheduler.tree_cache.swa_evictable_size()),
+        reserved=reserved,
+    )
+
+
+def _has_window_pool(tree: Any) -> bool:
+    """A pool of which a request takes a fixed part with its row (a ring) needs no account."""
+    allocator = tree.token_to_kv_pool_allocator
+    return bool(tree.supports_swa()) and not is_swa_req_ring(allocator)
 
 
 def host_total(scheduler: Any) -> int:
@@ -107,14 +148,41 @@ def holds_memory(req: Any) -> bool:
     return req.lock is not None or bool(req.kv.holds_kv)
 
 
-def gain_of_stopping(tree: Any, req: Any) -> int:
-    """KV tokens that preempting a running request would make free or evictable. Measured by
-    releasing its lock on the tree for a moment."""
-    before: int = tree.evictable_size()
+class Tokens(NamedTuple):
+    """KV tokens of all layers but those with sliding windows, and of the pool of these; 0 without
+    one."""
+
+    kv: int
+    in_window: int
+
+
+def gain_of_stopping(tree: Any, req: Any) -> Tokens:
+    """What preempting a running request would make free or evictable. Measured by releasing its
+    lock on the tree for a moment."""
+    before = _evictable(tree)
     tree.unlock(req.lock)
-    shared: int = tree.evictable_size() - before
+    after = _evictable(tree)
     req.lock = tree.lock(req.last_node, req.lock.receipt.skipped_lock_components)
-    return num_own(req) + shared
+    own_in_window = 0
+    if _has_window_pool(tree):
+        first = max(req.kv.get_evicted_seqlen(ComponentType.SWA), req.kv.cache_protected_len)
+        own_in_window = num_allocated(req) - first
+    return Tokens(
+        num_own(req) + after.kv - before.kv,
+        own_in_window + after.in_window - before.in_window,
+    )
+
+
+def num_own_in_window(req: Any) -> int:
+    """Tokens of its output that it holds in the pool of windows, outside the radix tree."""
+    freed: int = req.kv.get_evicted_seqlen(ComponentType.SWA)
+    first = max(freed, req.kv.cache_protected_len, len(req.origin_input_ids))
+    return max(num_allocated(req) - int(first), 0)
+
+
+def _evictable(tree: Any) -> Tokens:
+    in_window = tree.swa_evictable_size() if _has_window_pool(tree) else 0
+    return Tokens(int(tree.evictable_size()), int(in_window))
 
 
 def release(tree: Any, req: Any, *, keep: bool) -> None:
@@ -159,10 +227,12 @@ class Peek(NamedTuple):
 
 class Found(NamedTuple):
     """The same, with host memory. num_device, num_host: tokens of its prefix on the device, and
-    behind them on the host; node: the last node on the device."""
+    behind them on the host; num_host_window: of the pool of windows, tokens to load; node: the last
+    node on the device."""
 
     num_device: int
     num_host: int
+    num_host_window: int
     node: Any
 
 
@@ -178,20 +248,42 @@ def lookup_key(req: Any) -> Any:
 
 def peek(tree: Any, req: Any) -> Peek:
     """Look up a request without marking anything as used."""
-    core = tree.tree_core
-    found = Peek(*core.match_full_device_prefix(lookup_key(req)))
-    if not states.has_states(tree):
+    core, key = tree.tree_core, lookup_key(req)
+    found = Peek(*core.match_full_device_prefix(key))
+    if states.has_states(tree):
+        node = states.checkpoint_at(core, path_of(core, found.node), found.num_tokens)
+        if node is None:
+            return Peek(0, tree.root_node_handle(), 0)
+        return Peek(node.end, node.node_id, node.end)
+    if found.num_tokens and _has_window_pool(tree):
+        return _with_whole_window(tree, key, found)
+    return found
+
+
+def _with_whole_window(tree: Any, key: Any, found: Peek) -> Peek:
+    """The longest part of a match whose last window is in the tree, as SGLang's search finds
+    it: up to the end of a node."""
+    core, window = tree.tree_core, tree.swa_retain_window
+    gaps = core.swa_tombstone_ranges(key, 0, found.num_tokens)
+    if not gaps:
         return found
-    node = states.checkpoint_at(core, path_of(core, found.node), found.num_tokens)
-    if node is None:
-        return Peek(0, tree.root_node_handle(), 0)
-    return Peek(node.end, node.node_id, node.end)
+    for node in reversed(path_of(core, found.node)):
+        end = min(node.end, found.num_tokens)
+        begins = [stop for start, stop in gaps if start < end]
+        if not begins or end - begins[-1] >= window:
+            return Peek(end, node.node_id, node.end)
+    return Peek(0, tree.root_node_handle(), 0)
 
 
 def find(tree: Any, req: Any) -> Found:
     """SGLang's full search, which counts as a use and may split a node."""
     found = tree.match_prefix(MatchPrefixParams(key=lookup_key(req)))
-    return Found(found.device_prefix_len, int(found.host_hit_length), found.last_device_node)
+    return Found(
+        found.device_prefix_len,
+        int(found.host_hit_length),
+        int(found.swa_host_hit_length),
+        found.last_device_node,
+    )
 
 
 def num_in_session(tree: Any, req: Any) -> int | None:
@@ -203,13 +295,26 @@ def num_in_session(tree: Any, req: Any) -> int | None:
     return int(slot.kv.kv_committed_len) if slot is not None and slot.kv.holds_kv else None
 
 
-def evictable_at(tree: Any, node: Any) -> int:
-    """Tokens from a node up to the root that no request holds. Measured by a lock for a moment."""
-    before: int = tree.evictable_size()
+def evictable_at(tree: Any, node: Any) -> Tokens:
+    """What a lock on a node takes: tokens from it up to the root that no request holds, and those
+    of the last window. Measured by a lock for a moment."""
+    before = _evictable(tree)
     lock = tree.inc_lock_ref(node)
-    held: int = before - tree.evictable_size()
+    held = _evictable(tree)
     tree.dec_lock_ref(node, lock.to_dec_params())
-    return held
+    return Tokens(before.kv - held.kv, before.in_window - held.in_window)
+
+
+def window_at(tree: Any, found: Peek) -> int:
+    """Most tokens of the pool of windows that admitting a request takes out of what is evictable.
+    Where the match ends inside of a node, admission splits it."""
+    if not (found.num_tokens and _has_window_pool(tree)):
+        return 0
+    if found.num_pinned == found.num_tokens:
+        return evictable_at(tree, found.node).in_window
+    *before, last = path_of(tree.tree_core, found.node)
+    part = found.num_tokens - last.start
+    return part + (evictable_at(tree, before[-1].node_id).in_window if before else 0)
 
 
 def last_node(req: Any) -> Any:

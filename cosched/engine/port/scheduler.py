@@ -12,7 +12,7 @@ from sglang.srt.runtime_context import get_exec, get_parallel, get_schedule, get
 
 from cosched.core.caps import EngineCaps
 from cosched.engine.port.attention import reads_once
-from cosched.engine.port.memory import host_total
+from cosched.engine.port.memory import host_total, window_slack, window_tokens
 from cosched.engine.port.states import checkpoint_tokens, slots_held, slots_per_request
 from cosched.predict.fitted import GraphSizes
 
@@ -45,6 +45,8 @@ def caps_of(scheduler: Any) -> EngineCaps:
         hosts=True,
         shared_prefix=reads_once() and scheduler.spec_algorithm.is_none(),
         decode_reserve=1 if scheduler.spec_algorithm.is_none() else get_alloc_reserve_per_decode(),
+        window_tokens=window_tokens(scheduler),
+        window_slack=0 if window_tokens(scheduler) is None else window_slack(scheduler),
         host_tokens=host_total(scheduler),
         states_per_request=slots_per_request(scheduler),
         states_held=slots_held(scheduler),

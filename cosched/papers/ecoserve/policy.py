@@ -159,26 +159,26 @@ def _pause_others(work: Work) -> None:
     for request in work.waiting():
         (due if _is_token_due(work, request) else rest).append(request)
     builder.pause_all(rest, SkipReason.MEMORY_BUDGET)
-    if ledger.available >= 0:
+    if ledger.decodes_fit():
         return
     active = [*map(work.running.__getitem__, work.groups), *due]
-    while ledger.available < 0 and len(active) > 1:
+    while not ledger.decodes_fit() and len(active) > 1:
         request = active.pop()
         if request.rid in work.groups:
             work.leave(request.rid)
         builder.pause(request, SkipReason.MEMORY_BUDGET)
-    if ledger.available >= 0:
+    if ledger.decodes_fit():
         return
     # What holds memory and generates nothing goes first, of either class.
     for victim in [r for r in builder.unfinished() if r.traits.can_preempt]:
         builder.preempt(victim)
-        if ledger.available >= 0:
+        if ledger.decodes_fit():
             return
     others = [r for r in work.running.values() if r not in active and r.traits.can_preempt]
     for victim in (*youngest_first(builder), *reversed(others)):
         if victim.rid in work.running:
             work.preempt(victim)
-        if ledger.available >= 0:
+        if ledger.decodes_fit():
             return
 
 
