@@ -39,7 +39,15 @@ _SETTERS = {"attn_dp_size": "enable_dp_attention"}
 
 _WAY_OUT = "use --cosched-policy sglang"
 
-SPECULATIVE_ALGORITHMS = ("EAGLE", "EAGLE3", "STANDALONE", "NGRAM")
+SPECULATIVE_ALGORITHMS = (
+    "EAGLE",
+    "EAGLE3",
+    "STANDALONE",
+    "NGRAM",
+    "FROZEN_KV_MTP",
+    "DSPARK",
+    "DFLASH",
+)
 """Those that are planned. NEXTN is EAGLE to SGLang."""
 
 _NOT_WITH_STATES = (

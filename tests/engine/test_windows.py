@@ -20,7 +20,7 @@ from tests.engine.conftest import (
 )
 from tests.engine.test_forced_stops import StoppingPolicy
 from tests.engine.test_models import SIZES, WINDOWS
-from tests.engine.test_speculative import prompts, submit
+from tests.engine.test_speculative import CHAIN, draft_from, prompts, submit
 from tests.factories import FakeView, decoding, make_caps, offline
 
 NUM_REQUESTS = int(os.environ.get("COSCHED_WINDOW_REQUESTS", "24"))
@@ -256,3 +256,30 @@ def test_decodes_may_lack_window_memory_alone():
     assert ledger.available >= 0 and not ledger.decodes_fit()
     ledger.refund_pauses(runs[:1])
     assert ledger.decodes_fit() and not ledger.can_decode(runs[0])
+
+
+@pytest.mark.parametrize(
+    ("model", "algorithm", "page_size"),
+    [
+        pytest.param(WINDOWS, "EAGLE", 1, id="eagle"),
+        pytest.param(SINKS, "EAGLE", 16, id="eagle, pages"),
+        pytest.param(GEMMA, "FROZEN_KV_MTP", 16, id="frozen"),
+    ],
+)
+def test_the_same_tokens_with_drafts(make, monkeypatch, tmp_path, model, algorithm, page_size):
+    texts = prompts(NUM_REQUESTS)
+    expected = submit(make(model, policy="sglang", mixed=False), texts)
+    draft_from(expected, texts, monkeypatch)
+    flags = {"speculative_algorithm": algorithm, "speculative_draft_model_path": tmp_path}
+    engine = make(model, policy="cosched", page_size=page_size, **TIGHT, **flags, **CHAIN)
+    controller = engine.scheduler.cosched
+    mixes = engine.scheduler.is_mixed_chunk
+    assert mixes == (algorithm == "EAGLE")
+    if mixes:
+        controller.use_policy(StoppingPolicy(controller.policy, PreemptMode.KEEP_KV, seed=3))
+    assert submit(engine, texts) == expected
+    assert controller.table.tokens_per_decode > 1.3
+    counters = controller.counters
+    assert counters.num_preemptions > 0 or not mixes
+    assert counters.num_engine_refusals == counters.num_safe_plans == 0
+    assert_drained(engine)
