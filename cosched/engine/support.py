@@ -56,6 +56,13 @@ _NOT_WITH_STATES = (
 )
 """Server argument, and why."""
 
+_NOT_WITH_WINDOWS = (
+    ("enable_unified_memory", "the two KV pools take each other's memory, which is not planned"),
+    ("enable_encoder_swa_bounded_replay", "tokens that are computed again are not planned"),
+    ("enable_decoder_swa_bounded_replay", "tokens that are computed again are not planned"),
+)
+"""The same, where the windows have a KV pool of their own."""
+
 _OTHER_FRONT_ENDS = (
     ("smg_grpc_mode", "--smg-grpc-mode"),
     ("grpc_mode", "--grpc-mode"),
@@ -122,10 +129,14 @@ def resolved_arguments(server_args: Any) -> Any:
 
 def why_sglang_evicts(resolved: Any, config: Config) -> str | None:
     """Why KV is evicted in SGLang's order although one of cosched's is configured."""
+    from sglang.srt.arg_groups.overrides import model_config_of
+
     if not config.named_kv().is_ours:
         return None
     if resolved.uses_mamba_radix_cache:
         return "the radix tree keeps states beside the KV, and evicts them with it"
+    if model_config_of(resolved).is_hybrid_swa:
+        return "the radix tree keeps the KV of sliding windows by rules of its own"
     for name in ("enable_lmcache", "enable_flexkv"):
         if getattr(resolved, name):
             return f"{_flag(name)} replaces SGLang's radix tree"
@@ -192,14 +203,26 @@ def _refused_model(server_args: Any, resolved: Any, config: Config) -> Iterator[
     from sglang.srt.arg_groups.overrides import model_config_of
 
     model = model_config_of(server_args)
-    subject = f"--cosched-policy {config.policy} does not support this model:"
-    if has_states(server_args):
-        for name, why in _NOT_WITH_STATES:
+    kinds = {
+        "state-space or linear-attention layers": (has_states(server_args), _NOT_WITH_STATES),
+        "sliding windows": (model.is_hybrid_swa, _NOT_WITH_WINDOWS),
+    }
+    if all(has for has, _ in kinds.values()):
+        yield (
+            f"--cosched-policy {config.policy} does not support this model: it has "
+            f"{' and '.join(kinds)}; {_WAY_OUT}"
+        )
+    if model.is_hybrid_swa and model.full_attention_layer_ids == []:
+        yield (
+            f"--cosched-policy {config.policy} does not support this model: all its layers have "
+            f"sliding windows; give --disable-hybrid-swa-memory, or {_WAY_OUT}"
+        )
+    for kind, (has, refused) in kinds.items():
+        for name, why in refused if has else ():
             if getattr(resolved, name):
                 yield (
                     f"{_flag(name)} cannot go with --cosched-policy {config.policy} and a model "
-                    f"with state-space or linear-attention layers: {why}; drop the flag or "
-                    f"{_WAY_OUT}"
+                    f"with {kind}: {why}; drop the flag or {_WAY_OUT}"
                 )
 
 

@@ -58,7 +58,7 @@ INTERNALS: Mapping[str, tuple[str, ...]] = {
         "mem_cache.unified_cache.unified_tree_core_interface.UnifiedTreeCoreInterface": """
             commit_backup commit_load_back dec_host_lock_ref demote drive_host_eviction
             drop_subtree_no_host evict_device_leaf get_component_device_value inc_host_lock_ref
-            match_full_device_prefix
+            match_full_device_prefix swa_tombstone_ranges
         """,
         "sampling.sampling_batch_info.SamplingBatchInfo": "penalizer_orchestrator",
         "sampling.penaltylib.orchestrator.BatchedPenalizerOrchestrator": """
@@ -80,9 +80,14 @@ INTERNALS: Mapping[str, tuple[str, ...]] = {
             evict_for_alloc evictable_size flush_pending_backups has_free_load_back_slot
             host_memory_mode inc_lock_ref load_back load_back_threshold lock mamba_evictable_size
             match_prefix ongoing_load_back ongoing_write_through page_size protected_size
-            ready_to_load_host_cache req_to_token_pool root_node_handle session supports_mamba
+            ready_to_load_host_cache req_to_token_pool root_node_handle session
+            sliding_window_size supports_mamba supports_swa swa_evictable_size swa_retain_window
             token_to_kv_pool_allocator tree_components tree_core unlock writing_check
         """,
+        "mem_cache.allocator.swa.SWATokenToKVPoolAllocator": """
+            full_available_size size_swa swa_available_size
+        """,
+        "mem_cache.swa_memory_pool.SWAKVPool": "layers_mapping translate_loc_from_full_to_swa",
         "session.streaming_session.StreamingSession": "slots",
         "layers.attention.base_attn_backend.AttentionBackend": """
             forward_decode forward_extend init_cuda_graph_state init_forward_metadata

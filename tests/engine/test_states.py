@@ -12,7 +12,7 @@ from cosched.engine import port
 from cosched.schedule.ledger import Ledger
 from tests.engine.conftest import OFFLINE, assert_drained, prompt
 from tests.engine.test_forced_stops import StoppingPolicy
-from tests.engine.test_models import SIZES, forget_experts  # noqa: F401
+from tests.engine.test_models import SIZES
 from tests.engine.test_speculative import CHAIN, draft_from, prompts, submit
 
 NUM_REQUESTS = int(os.environ.get("COSCHED_STATES_REQUESTS", "24"))
@@ -44,7 +44,7 @@ def randomize(model):
 
 
 @pytest.fixture
-def make_hybrid(make_engine, forget_experts, monkeypatch, tmp_path):  # noqa: F811
+def make_hybrid(make_engine, forget_experts, monkeypatch, tmp_path):
     """`make_engine` with such a model."""
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     monkeypatch.setattr("sglang.srt.model_loader.loader.initialize_dummy_weights", randomize)
