@@ -4,8 +4,9 @@ Cost: the served model verifies all drafted tokens in one pass. They go through 
 other tokens; the KV of a context is read once. Drafting takes `DRAFT_SHARE` of a decode for each
 token, about one layer of a model of 32 and the output layer (EAGLE, MTP).
 
-Accepted tokens: each drafted token is right with the same probability, if those before it are. The
-draws depend on request and position only, so they are the same under every policy.
+Accepted tokens: each drafted token of a request is right with the same probability, if those before
+it are; requests may differ (`acceptance_of`). The draws depend on request and position only: they
+are the same under every policy.
 """
 
 from __future__ import annotations
@@ -28,6 +29,12 @@ def verified_s(shape: BatchShape, iteration_s: Callable[[BatchShape], float]) ->
     drafted = [1] * (shape.num_drafts * len(shape.decodes))
     verified = replace(plain, decodes=[*shape.decodes, *drafted])
     return iteration_s(verified) + shape.num_drafts * DRAFT_SHARE * iteration_s(plain)
+
+
+def acceptance_of(rid: str, mean: float, spread: float) -> float:
+    """The probability of one request: uniform within `spread` of the mean, and within [0, 1]."""
+    draw = zlib.crc32(f"{rid} drafts".encode()) / 2**32
+    return min(max(mean + spread * (2 * draw - 1), 0.0), 1.0)
 
 
 def num_generated(rid: str, num_output: int, *, num_drafts: int, acceptance: float) -> int:

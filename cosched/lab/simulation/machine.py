@@ -35,6 +35,7 @@ class Machine:
     drafts                tokens drafted for each decode (speculative decoding, a chain as of EAGLE
                           or MTP); 0: none. Without the overlap scheduler
     acceptance            probability that a drafted token is right if those before it are
+    acceptance_spread     most by which that of a request differs from it
     """
 
     model: str = "Llama-3.1-8B"
@@ -56,6 +57,7 @@ class Machine:
     host_write_policy: str | None = None
     drafts: int = 0
     acceptance: float = 0.7
+    acceptance_spread: float = 0.0
 
     def capacity(self) -> int:
         """KV tokens, whole pages."""

@@ -139,6 +139,7 @@ class MachineOptions:
     ] = None
     drafts: Annotated[int, whole(0)] = 0
     acceptance: Annotated[float, number(gte=0, lte=1)] = _MACHINE.acceptance
+    acceptance_spread: Annotated[float, number(gte=0, lte=1)] = 0.0
 
 
 @explained_by(CostSpec)

@@ -250,7 +250,7 @@ def execute_requests(
                 host_link=host_link,
                 prefix_reads=PrefixReads(spec.cost.prefix_reads),
                 host=host_time(spec.host_time, policy_entry(spec.setting.policy)),
-                acceptance=machine.acceptance,
+                acceptance=(machine.acceptance, machine.acceptance_spread),
             )
         except CoschedError:
             raise

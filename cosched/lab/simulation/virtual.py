@@ -41,7 +41,7 @@ from cosched.lab.local_engine import LocalEngine, lengths_of, made_up, made_up_d
 from cosched.lab.metrics.records import ColumnLog, IterationLog, IterationRecord, RequestRecord
 from cosched.lab.simulation.arrivals import VOCAB_SIZE, Arrival, Source
 from cosched.lab.simulation.clock import VirtualClock, VirtualEvent, quiet_host
-from cosched.lab.simulation.drafts import num_generated, verified_s
+from cosched.lab.simulation.drafts import acceptance_of, num_generated, verified_s
 from cosched.lab.simulation.host_time import HostTime, Load, NoHostTime
 from cosched.lab.simulation.request_state import ComputedPrefixes, RequestState
 from cosched.lab.simulation.tiny_model import EOS_ID, draft_model_flags, write_model_config
@@ -125,12 +125,12 @@ class VirtualEngine:
         host_link: HostLink | None = None,
         prefix_reads: PrefixReads = PrefixReads.EACH,
         host: HostTime | None = None,
-        acceptance: float = 0.0,
+        acceptance: tuple[float, float] = (0.0, 0.0),
     ) -> None:
         """identity: of the simulated engine, for a policy that starts from a profile of it.
         host_link: if the flags give it host memory. prefix_reads: those of the cost model. host:
         None: the host takes no time. acceptance: of drafted tokens, if the flags ask for
-        speculative decoding."""
+        speculative decoding: mean and spread (`acceptance_of`)."""
         self._host = host or NoHostTime()
         self.clock = VirtualClock(self._host.after_wait_s)
         self.records: list[RequestRecord] = []
@@ -407,7 +407,10 @@ class VirtualEngine:
         for req in batch.reqs:
             length = port.num_committed(req) + 1
             number = num_generated(
-                req.rid, len(req.output_ids), num_drafts=num_drafts, acceptance=self._acceptance
+                req.rid,
+                len(req.output_ids),
+                num_drafts=num_drafts,
+                acceptance=acceptance_of(req.rid, *self._acceptance),
             )
             tokens.append([self._token(req, length + place) for place in range(number)])
         return tokens
