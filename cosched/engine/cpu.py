@@ -34,10 +34,12 @@ def install() -> None:
     of its host pool for multi-head attention. Idempotent."""
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend as Backend
     from sglang.srt.mem_cache.pool_host import common, mha
+    from sglang.srt.models.deepseek_common import attention_backend_handler
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
     SpeculativeAlgorithm.create_worker = _worker_by_lookup
     _replace_states()
+    attention_backend_handler.AttentionBackendRegistry.register("torch_native", _absorbed)
     original = Backend._run_sdpa_forward_extend
     if not getattr(original, "computes_new_tokens_only", False):
         Backend._run_sdpa_forward_extend = _new_tokens_only(original)
@@ -118,6 +120,15 @@ def attend(
         scale=scale,
         enable_gqa=enable_gqa,
     ).squeeze(0)
+
+
+def _absorbed(attention: Any, batch: Any) -> Any:
+    """How a layer of latent attention (MLA) runs: over the latent KV, in prefills too."""
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import (
+        AttnForwardMethod,
+    )
+
+    return AttnForwardMethod.MLA
 
 
 def _new_tokens_only(original: Any) -> Any:
