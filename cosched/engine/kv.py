@@ -149,6 +149,7 @@ class KvManager:
             core = RankedTreeCore(*watched)
         else:
             core = WatchedTreeCore(*watched)
+        core.has_states = port.has_states(cache)
         core.watch(cache)
         return core
 

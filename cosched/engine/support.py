@@ -133,8 +133,6 @@ def why_sglang_evicts(resolved: Any, config: Config) -> str | None:
 
     if not config.named_kv().is_ours:
         return None
-    if resolved.uses_mamba_radix_cache:
-        return "the radix tree keeps states beside the KV, and evicts them with it"
     if model_config_of(resolved).is_hybrid_swa:
         return "the radix tree keeps the KV of sliding windows by rules of its own"
     for name in ("enable_lmcache", "enable_flexkv"):

@@ -11,8 +11,9 @@ differ, or if a step of the mirror fails, SGLang's own order is used until the s
 With EAGLE the keys of the engine's tree are pairs of neighbouring tokens. The mirror stores the
 second token of each pair, and the first token of all as part of the namespace (`place_of`).
 
-Only trees of full attention: state-space layers and sliding windows have other rules of eviction.
-Host memory: `cosched.engine.host_core`.
+Where the tree also has checkpoints of states, SGLang evicts them by its LRU order, and a leaf with
+its checkpoint. KV is evicted in cosched's order: first what no checkpoint makes reusable any more.
+Trees with windows have other rules. Host memory: `cosched.engine.host_core`.
 """
 
 from __future__ import annotations
@@ -47,7 +48,10 @@ logger = logging.getLogger(__name__)
 _LEAST_TAIL = 256
 """Fewest tokens that a node is split for, and fewest that are left of it."""
 
-_OWN = frozenset({"evicted", "in_pairs", "is_off", "transferred"})
+_KNOWN = ((ComponentType.FULL,), (ComponentType.FULL, ComponentType.MAMBA))
+"""Kinds of memory that a tree manages."""
+
+_OWN = frozenset({"evicted", "has_states", "in_pairs", "is_off", "transferred"})
 """Public attributes of the wrapper. Private ones are its own too; SGLang sets public ones of the
 core."""
 
@@ -59,16 +63,17 @@ def can_watch(scheduler: Any) -> bool:
     return (
         type(tree) is UnifiedRadixCache
         and not tree.disable
-        and tuple(tree.tree_components) == (ComponentType.FULL,)
+        and tuple(tree.tree_components) in _KNOWN
     )
 
 
 class WatchedTreeCore:
     """Takes the place of ``UnifiedRadixCache.tree_core``. See the docstring of the module.
 
-    in_pairs the engine's keys are pairs of tokens
-    is_off   SGLang's own order is used, because the mirror was wrong
-    evicted  tokens evicted since the start: ``all``, and by the uses of `KvOccupancy`
+    in_pairs    the engine's keys are pairs of tokens
+    has_states  its nodes have checkpoints
+    is_off      SGLang's own order is used, because the mirror was wrong
+    evicted     tokens evicted since the start: ``all``, and by the uses of `KvOccupancy`
     """
 
     def __init__(self, core: Any, tree: KvTree, leaves: Leaves) -> None:
@@ -78,6 +83,9 @@ class WatchedTreeCore:
         self._insert: Any = None
         self._quota = 0
         self._wanted: int | None = None
+        self.has_states = False
+        self._useless: list[int] = []
+        """Nodes that may be leaves without a checkpoint."""
         self.in_pairs = bool(core.is_eagle)
         self.is_off = False
         self.evicted: Counter[str] = Counter()
@@ -114,6 +122,8 @@ class WatchedTreeCore:
     def match_prefix(self, params: Any) -> Any:
         result = self._core.match_prefix(params)
         is_online = None if params.req is None else _is_online(params.req.priority)
+        if self.has_states:  # it may have split a node behind the last checkpoint
+            self._follow(params.key, self._core.match_full_device_prefix(params.key)[1], None)
         self._follow(params.key, self._end_of(result), is_online)
         return result
 
@@ -150,14 +160,16 @@ class WatchedTreeCore:
             )
             self._tree.settle(namespace, path, packed, is_online=is_online, is_inserted=is_inserted)
 
-    def inc_lock_ref(self, node_id: int, *args: Any, **kwargs: Any) -> Any:
-        result = self._core.inc_lock_ref(node_id, *args, **kwargs)
-        self._tree.hold(node_id)
+    def inc_lock_ref(self, node_id: int, skipped: Sequence[Any] = ()) -> Any:
+        result = self._core.inc_lock_ref(node_id, skipped)
+        if ComponentType.FULL not in skipped:
+            self._tree.hold(node_id)
         return result
 
-    def dec_lock_ref(self, node_id: int, *args: Any, **kwargs: Any) -> Any:
-        result = self._core.dec_lock_ref(node_id, *args, **kwargs)
-        self._release(node_id)
+    def dec_lock_ref(self, node_id: int, params: Any, *args: Any) -> Any:
+        result = self._core.dec_lock_ref(node_id, params, *args)
+        if ComponentType.FULL not in params.skipped_lock_components:
+            self._release(node_id)
         return result
 
     def inc_full_pin(self, node_id: int) -> None:
@@ -200,22 +212,42 @@ class WatchedTreeCore:
         return not self.is_off
 
     def evict_device_start(self, component_type: Any, request_cnt: int) -> None:
+        if component_type != ComponentType.FULL:
+            self._core.evict_device_start(component_type, request_cnt)
+        else:
+            self._start(request_cnt)
+
+    def _start(self, request_cnt: int) -> None:
         self._quota = request_cnt
         if not self._agrees():
-            self._core.evict_device_start(component_type, request_cnt)
+            self._core.evict_device_start(ComponentType.FULL, request_cnt)
 
     def evict_device_next_node(self, component_type: Any, tracker: Any) -> Any:
-        if self.is_off:
-            return self._core.evict_device_next_node(component_type, tracker)
-        num_evicted = tracker[component_type]
-        node = self._leaves.first() if num_evicted < self._quota else None
+        if component_type == ComponentType.FULL and not self._is_by_engine():
+            return self._next_node(tracker, tracker[component_type])
+        return self._core.evict_device_next_node(component_type, tracker)
+
+    def _next_node(self, tracker: Any, num_evicted: int) -> Any:
+        node = self._useless_leaf() or self._leaves.first() if num_evicted < self._quota else None
         if node is None:
             return EvictDeviceNextNodeResult()
         assert node.rank is not None
         return self._evict(node, num_evicted, keeps_head=node.rank[0] > 0)
 
+    def _useless_leaf(self) -> KvNode | None:
+        """One without a checkpoint: no request will find it."""
+        while self._useless:
+            node = self._tree.nodes.get(self._useless.pop())
+            if node is not None and node.is_leaf and not self._has_checkpoint(node):
+                return node
+        return None
+
+    def _has_checkpoint(self, node: KvNode) -> bool:
+        value = self._core.get_component_device_value(node.node_id, ComponentType.MAMBA)
+        return value is not None
+
     def _evict(self, node: KvNode, num_evicted: int, *, keeps_head: bool) -> Any:
-        if keeps_head:
+        if keeps_head and not self.has_states:
             wanted = self._quota if self._wanted is None else self._wanted
             self._keep_head(node, wanted - num_evicted)
         return EvictDeviceNextNodeResult(node_id=node.node_id, made_progress=True)
@@ -235,8 +267,11 @@ class WatchedTreeCore:
         self.evicted["all"] += num_tokens
         if not self.is_off:
             with self._mirroring("an evicted node was not a leaf"):
-                self._count(self._tree.nodes[node_id], num_tokens)
+                node = self._tree.nodes[node_id]
+                self._count(node, num_tokens)
                 self._tree.evicted(node_id)
+                if self.has_states and node.parent is not None:
+                    self._useless.append(node.parent.node_id)
         return result
 
     def _count(self, node: KvNode, num_tokens: int) -> None:
@@ -248,8 +283,12 @@ class WatchedTreeCore:
             evicted["returning"] += num_tokens
 
     def evict_device_end(self, component_type: Any) -> None:
-        if self.is_off:
+        if component_type != ComponentType.FULL or self._is_by_engine():
             self._core.evict_device_end(component_type)
+
+    def _is_by_engine(self) -> bool:
+        """Whether the eviction of KV under way is in SGLang's order."""
+        return self.is_off
 
 
 class RankedTreeCore(WatchedTreeCore):
@@ -264,40 +303,37 @@ class RankedTreeCore(WatchedTreeCore):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._given: deque[Eviction] | None = None
-        self._is_by_engine = True
+        self._by_engine = True
 
     def give(self, evictions: Sequence[Eviction] | None) -> None:
         """What is evicted until the next plan, in this order; None: SGLang's order."""
         self._given = None if evictions is None else deque(evictions)
 
-    def evict_device_start(self, component_type: Any, request_cnt: int) -> None:
+    def _start(self, request_cnt: int) -> None:
         if self._given is not None:
             if self.is_off:
                 raise RuntimeError("this rank has lost track of its KV after rank 0 sent its list")
             if not self._agrees():
                 self._given = None  # on all ranks: they compare equal numbers
         self._quota = request_cnt
-        self._is_by_engine = self._given is None
-        if self._is_by_engine:
-            self._core.evict_device_start(component_type, request_cnt)
+        self._by_engine = self._given is None
+        if self._by_engine:
+            self._core.evict_device_start(ComponentType.FULL, request_cnt)
 
-    def evict_device_next_node(self, component_type: Any, tracker: Any) -> Any:
-        if not self._is_by_engine:
-            num_evicted = tracker[component_type]
-            if num_evicted >= self._quota:
-                return EvictDeviceNextNodeResult()
-            while self._given:
-                node_id, keeps_head = self._given.popleft()
-                node = self._tree.nodes.get(node_id)
-                if node is not None and node.is_leaf:
-                    return self._evict(node, num_evicted, keeps_head=keeps_head)
-            self._is_by_engine = True
-            self._core.evict_device_start(component_type, self._quota)
-        return self._core.evict_device_next_node(component_type, tracker)
+    def _next_node(self, tracker: Any, num_evicted: int) -> Any:
+        if num_evicted >= self._quota:
+            return EvictDeviceNextNodeResult()
+        while self._given:
+            node_id, keeps_head = self._given.popleft()
+            node = self._tree.nodes.get(node_id)
+            if node is not None and node.is_leaf:
+                return self._evict(node, num_evicted, keeps_head=keeps_head)
+        self._by_engine = True
+        self._core.evict_device_start(ComponentType.FULL, self._quota)
+        return self._core.evict_device_next_node(ComponentType.FULL, tracker)
 
-    def evict_device_end(self, component_type: Any) -> None:
-        if self._is_by_engine:
-            self._core.evict_device_end(component_type)
+    def _is_by_engine(self) -> bool:
+        return self._by_engine
 
 
 def _is_online(priority: int | None) -> bool:

@@ -10,7 +10,7 @@ import torch
 from cosched.core.plan import PreemptMode
 from cosched.engine import port
 from cosched.schedule.ledger import Ledger
-from tests.engine.conftest import OFFLINE, assert_drained, prompt
+from tests.engine.conftest import OFFLINE, assert_drained, prompt, random_traffic, without_model
 from tests.engine.test_forced_stops import StoppingPolicy
 from tests.engine.test_models import SIZES
 from tests.engine.test_speculative import CHAIN, draft_from, prompts, submit
@@ -97,6 +97,17 @@ def test_the_same_tokens_as_stock(make_hybrid, policy, strategy):
     assert controller.counters.num_engine_refusals == controller.counters.num_safe_plans == 0
     assert_drained(engine)
     assert held_slots(scheduler) == 0
+    assert controller.kv.core.evicted["all"] > 0
+
+
+@pytest.mark.parametrize("strategy", [NO_BUFFER, PAGES], ids=["no_buffer", "pages"])
+@pytest.mark.parametrize("seed", range(2))
+def test_arrivals_and_aborts_leak_no_slot(make_hybrid, strategy, seed):
+    engine = without_model(make_hybrid(policy="cosched", max_total_tokens=1200, **strategy))
+    policy = StoppingPolicy(engine.scheduler.cosched.policy, PreemptMode.KEEP_KV, seed=seed)
+    engine.scheduler.cosched.use_policy(policy)
+    random_traffic(engine, seed, most_tokens=150)
+    assert policy.stopped and held_slots(engine.scheduler) == 0
 
 
 @pytest.mark.parametrize("strategy", [NO_BUFFER, PAGES], ids=["no_buffer", "pages"])

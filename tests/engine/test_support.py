@@ -90,6 +90,7 @@ def answers():
     [
         "plain",
         "tp",
+        "states",
         "drafts",
         "one pool",
         "host memory",
@@ -146,7 +147,6 @@ def test_sglangs_own_policy_refuses_nothing(answers):
         ("host memory, two ranks, write back", "KV eviction by value"),
         ("drafts and host memory", "KV eviction by value"),
         ("host memory over files", "KV eviction by value"),
-        ("states", "states beside the KV"),
         ("sliding window", "the KV of sliding windows"),
         ("gRPC", "service_tier"),
         ("Rust front end", "service_tier"),
