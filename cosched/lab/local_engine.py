@@ -33,7 +33,7 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.observability.req_time_stats import APIServerReqTimeStats
 from sglang.srt.plugins import load_plugins
-from sglang.srt.runtime_context import SpawnRanks, publish
+from sglang.srt.runtime_context import SpawnRanks, get_resources, publish
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, prepare_server_args
 
@@ -114,7 +114,8 @@ def _close_sockets() -> None:
 
 
 def _release_groups() -> None:
-    """Destroy SGLang's process groups."""
+    """Destroy SGLang's process groups, and forget where the model's experts are."""
+    get_resources().expert_location_metadata = None
     destroy_model_parallel()
     destroy_distributed_environment()
 

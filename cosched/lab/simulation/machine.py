@@ -8,6 +8,7 @@ from typing import Any
 from cosched.errors import ConfigError
 from cosched.lab.cost_models.sglang_defaults import default_chunk_tokens, kv_capacity_tokens
 from cosched.lab.cost_models.specs import gpu_spec, model_spec
+from cosched.lab.simulation.tiny_model import STATES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,9 @@ class Machine:
                           default if SGLang decides
     drafts                tokens drafted for each decode (speculative decoding, a chain as of EAGLE
                           or MTP); 0: none. Without the overlap scheduler
+    state_slots           slots for the states of linear-attention layers, of which a request takes
+                          five with the overlap scheduler and three without; 0: no such layers.
+                          Times are those of the model without them
     acceptance            probability that a drafted token is right if those before it are
     acceptance_spread     most by which that of a request differs from it
     """
@@ -56,6 +60,7 @@ class Machine:
     host_bandwidth_gb_s: float = 20.0
     host_write_policy: str | None = None
     drafts: int = 0
+    state_slots: int = 0
     acceptance: float = 0.7
     acceptance_spread: float = 0.0
 
@@ -93,6 +98,8 @@ class Machine:
             flags += ["--speculative-algorithm", "EAGLE", "--speculative-eagle-topk", "1"]
             flags += ["--speculative-num-steps", str(self.drafts)]
             flags += ["--speculative-num-draft-tokens", str(self.drafts + 1)]
+        if self.state_slots:
+            flags += [STATES, str(self.state_slots)]
         if not self.overlap or self.drafts:
             flags.append("--disable-overlap-schedule")
         if not self.radix_cache:

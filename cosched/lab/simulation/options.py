@@ -138,6 +138,7 @@ class MachineOptions:
         Parameter(name="--hicache-write-policy"),
     ] = None
     drafts: Annotated[int, whole(0)] = 0
+    state_slots: Annotated[int, whole(0)] = 0
     acceptance: Annotated[float, number(gte=0, lte=1)] = _MACHINE.acceptance
     acceptance_spread: Annotated[float, number(gte=0, lte=1)] = 0.0
 

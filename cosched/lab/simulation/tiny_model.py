@@ -15,8 +15,31 @@ from cosched.predict.profile_file import EngineIdentity
 EOS_ID = 2
 
 
-def write_model_config(folder: Path, identity: EngineIdentity | None) -> None:
-    """A one-layer model without weights (SGLang fills them with ``--load-format dummy``)."""
+STATES = "--max-mamba-cache-size"
+"""The flag of a model with state slots."""
+
+_STATES = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "num_hidden_layers": 2,
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 1,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "num_experts": 1,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 8,
+    "shared_expert_intermediate_size": 0,
+}
+"""One of its layers keeps a state."""
+
+
+def write_model_config(
+    folder: Path, identity: EngineIdentity | None, flags: Sequence[str] = ()
+) -> None:
+    """A one-layer model without weights (SGLang fills them with ``--load-format dummy``), or one of
+    two layers where `flags` ask for state slots."""
     config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -35,6 +58,8 @@ def write_model_config(folder: Path, identity: EngineIdentity | None) -> None:
         "tie_word_embeddings": True,
         "torch_dtype": "bfloat16",
     }
+    if STATES in flags:
+        config |= _STATES
     if identity is not None:
         config[STANDS_FOR] = asdict(identity)
     (folder / "config.json").write_text(json.dumps(config, indent=2))

@@ -156,7 +156,7 @@ class VirtualEngine:
             tempfile.TemporaryDirectory(prefix="cosched-model-") as folder,
             assuming_one_reading(prefix_reads is PrefixReads.ONCE),
         ):
-            write_model_config(Path(folder), identity)
+            write_model_config(Path(folder), identity, flags)
             self.local = LocalEngine(
                 [
                     *("--model-path", folder, "--load-format", "dummy"),

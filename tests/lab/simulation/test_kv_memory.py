@@ -285,3 +285,20 @@ def test_layers_compute_while_others_are_loaded(compute_s, expected_s):
     transfers.submit_host_to_device([Transfer(100)])
     assert transfers.iteration_s(0.0, compute_s) == pytest.approx(expected_s)
     assert transfers.iteration_s(2.0, compute_s) == pytest.approx(compute_s)
+
+
+# -- state slots ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_state_slots_bound_who_runs(overlap):
+    """A request takes five of them, or three; chat takes those of documents, and what no
+    checkpoint keeps of these is computed again."""
+    machine = {"state_slots": 20, "overlap": overlap}
+    result = execute(make_spec("cosched", machine=machine, duration_s=10.0))
+    running = [i.num_online_decodes + i.num_offline_decodes for i in result.iterations]
+    assert max(running) == (4 if overlap else 6)
+    documents = [r for r in result.records if r.request_class is RequestClass.OFFLINE]
+    assert sum(r.num_preemptions for r in documents) > 5
+    assert sum(r.num_recomputed_tokens for r in documents) > 0
+    assert all(r.ok for r in result.records)
