@@ -11,6 +11,8 @@ Host memory (HiCache): SGLang copies KV between the device and pinned host memor
 Here the memory is not pinned and the copies are plain torch; queues, events, locks and the
 layer-by-layer loading are SGLang's own.
 
+DP attention: `torch_native` does not say how long a padded row is.
+
 Speculative decoding: `cosched.engine.port.cpu_drafts`. Linear attention:
 `cosched.engine.port.cpu_states`.
 
@@ -45,6 +47,7 @@ def install() -> None:
         Backend._run_sdpa_forward_extend = _new_tokens_only(original)
         Backend.forward_extend = _windowed(Backend.forward_extend)
         Backend.forward_decode = _windowed(Backend.forward_decode)
+    Backend.get_cpu_graph_seq_len_fill_value = _padded_length
     common.ALLOC_MEMORY_FUNCS["cpu"] = _allocate
     pool = mha.MHATokenToKVPoolHost
     original_page = pool.get_dummy_flat_data_page
@@ -94,6 +97,11 @@ def _worker_by_lookup(algorithm: Any, server_args: Any) -> Any:
 
 
 # --- Attention ---
+
+
+def _padded_length(backend: Any) -> int:
+    """With DP attention all ranks pad their batches to the same number of rows."""
+    return 1
 
 
 def attend(
