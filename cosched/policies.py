@@ -43,6 +43,7 @@ def _cosched(name: str, summary: str, *, early: bool = False, **options: bool) -
         timed=True,
         early=early,
         tolerates=True,
+        groups=True,
         server_flags=MIXED_CHUNK,
     )
 

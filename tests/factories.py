@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from cosched.core.caps import EngineCaps
 from cosched.core.estimates import LengthEstimate, Predictor
+from cosched.core.group import NO_OTHERS, OtherRanks
 from cosched.core.plan import SkipReason
 from cosched.core.request import PLAIN, LateReason, Request, RequestClass, Slo, Traits
 from cosched.core.view import (
@@ -148,6 +149,7 @@ class FakeView:
     tokens_per_decode: float = 1.0
     recompute_debt_s: float = 0.0
     tolerance_headroom: ToleranceHeadroom | None = None
+    others: OtherRanks = NO_OTHERS
     kept: int = 0
     offline_in_sessions: int = 0
     host_free: int = 0

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 from cosched.core.caps import EngineCaps
 from cosched.core.estimates import LengthEstimate, Predictor
+from cosched.core.group import OtherRanks
 from cosched.core.plan import SkipReason
 from cosched.core.request import Request, RequestClass
 
@@ -406,6 +407,11 @@ class View(Protocol):
     @property
     def tolerance_headroom(self) -> ToleranceHeadroom | None:
         """None: the targets alone count."""
+        ...
+
+    @property
+    def others(self) -> OtherRanks:
+        """Ranks that step together with this one; `NO_OTHERS` without DP attention."""
         ...
 
     def reserve_of(self, request: Request) -> int:

@@ -25,6 +25,7 @@ _TP_FLAGS = ("--tp", "--tp-size", "--tensor-parallel-size")
 
 _MODEL_FLAGS = ("--model-path", "--model")
 _MODEL_CONFIGS = ("config.json", "params.json")  # of Hugging Face, and of Mistral
+_DP_ATTENTION = ("--enable-dp-attention", "--attn-dp-size", "--attention-data-parallel-size")
 _CPU_BINDING = "SGLANG_CPU_OMP_THREADS_BIND"
 
 
@@ -48,8 +49,10 @@ def engine_arguments(argv: Sequence[str], config: Config, *, mixed_chunk: bool) 
             arguments += ["--attention-backend", "torch_native"]
         if not _given(argv, "--mem-fraction-static", "--max-total-tokens"):
             arguments += ["--max-total-tokens", "65536"]
-        if not _given(argv, "--sleep-on-idle"):
-            arguments.append("--sleep-on-idle")  # else an idle scheduler keeps a core busy
+        if not _given(argv, "--sleep-on-idle", *_DP_ATTENTION):
+            # Else an idle scheduler keeps a core busy. With DP attention all ranks would wait for
+            # one that sleeps.
+            arguments.append("--sleep-on-idle")
     return arguments
 
 
@@ -206,7 +209,8 @@ def bind_cpu_threads(argv: Sequence[str], environ: MutableMapping[str, str]) -> 
     cores = sorted(os.sched_getaffinity(0))
     environ.setdefault("OMP_NUM_THREADS", str(max(1, len(cores) - 1)))
     ranks = int(_value(argv, "--tp", "--tp-size", "--tensor-parallel-size") or 1)
-    ranks *= int(_value(argv, "--dp", "--dp-size", "--data-parallel-size") or 1)
+    if not _given(argv, *_DP_ATTENTION):  # there --dp divides the ranks of --tp
+        ranks *= int(_value(argv, "--dp", "--dp-size", "--data-parallel-size") or 1)
     if _CPU_BINDING in environ or ranks == 1 or ranks > len(cores):
         return
     bounds = [rank * len(cores) // ranks for rank in range(ranks + 1)]

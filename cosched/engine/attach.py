@@ -17,6 +17,7 @@ from cosched.engine.cpu import run_uncompiled
 from cosched.engine.decisions import DecisionLog
 from cosched.engine.exporter import MetricsExporter
 from cosched.engine.faults import RequestFaults
+from cosched.engine.group import Group
 from cosched.engine.guard import Guard
 from cosched.engine.identity import given_predictor
 from cosched.engine.isolated import IsolatedWatch
@@ -125,6 +126,15 @@ def _controller(
     if parallel.tp_size > 1:
         ranks = Ranks(port.rank_group(scheduler), is_source=parallel.tp_rank == 0)
     is_source = ranks is None or ranks.is_source
+    if parallel.group_size > 1:
+        assert parallel.dp_rank is not None
+        port.drop_prefill_delayer(scheduler)
+        observer.group = Group(
+            partial(port.exchange, scheduler),
+            guard,
+            rank=parallel.dp_rank,
+            plans_ahead=overlaps and not port.runs_on_cpu(scheduler),
+        )
     cached = partial(num_cached, scheduler.tree_cache)
     lengths = Lengths(config.named_length(), guard)
     pool: OfflinePool[TrackedRequest] = ArrivalQueue()
@@ -200,6 +210,7 @@ def _controller(
         if is_source
         else None,
         ranks=ranks,
+        group=observer.group,
         last_moment=last_moment,
         isolated=isolated,
         kv=kv,

@@ -20,14 +20,16 @@ from typing import Any, NamedTuple
 from cosched.config import Config
 from cosched.core.batch import BatchTotals
 from cosched.core.caps import EngineCaps
+from cosched.core.group import NO_OTHERS
 from cosched.core.plan import EMPTY_PLAN, Plan, PreemptMode, SkipReason
-from cosched.core.request import LateReason, Request, RequestClass
+from cosched.core.request import LateReason, Request
 from cosched.core.view import Ended
 from cosched.core.wire import LATE_KEY
 from cosched.engine import port
 from cosched.engine.clock import EngineClock
 from cosched.engine.decisions import DecisionLog
 from cosched.engine.exporter import MetricsExporter
+from cosched.engine.group import Group
 from cosched.engine.guard import Guard
 from cosched.engine.isolated import IsolatedWatch
 from cosched.engine.kv import KvManager
@@ -71,6 +73,7 @@ class Controller:
     waiting      stands in for SGLang's waiting queue
     timekeeper   None: another tensor-parallel rank plans, and this one applies its plans
     ranks        None: there is one rank
+    group        None: no other ranks step together with this one
     last_moment  None: an iteration is planned as soon as the one before it runs, or has ended
     isolated     None: there is no tolerance beside the targets
     kv           None: SGLang's own eviction order holds
@@ -96,6 +99,7 @@ class Controller:
     recompute: RecomputeBudget
     timekeeper: Timekeeper | None
     ranks: Ranks | None
+    group: Group | None
     last_moment: LastMoment | None
     isolated: IsolatedWatch | None
     kv: KvManager | None
@@ -115,6 +119,8 @@ class Controller:
     """See `BatchRules`."""
     latest_plan: Plan = EMPTY_PLAN
     _before: _Before | None = None
+    _agreed: SchedulerView | None = None
+    """Of the plan that is due, where ranks step together."""
 
     def __post_init__(self) -> None:
         self._state = self.policy.initial
@@ -132,20 +138,24 @@ class Controller:
     ) -> tuple[Any, Any]:
         """Plan one iteration and have SGLang build its prefill batch.
 
-        build    SGLang's own `Scheduler._get_new_batch_prefill_raw`
-        options  its arguments beside the running batch
-
+        build: SGLang's own `Scheduler._get_new_batch_prefill_raw`; options: its other arguments.
         Returns ``(batch or None, running_batch)`` as that does; with None the scheduler decodes the
         running batch.
         """
         scheduler = self.scheduler
         port.admit_ready_grammars(scheduler, self.clock.now_s())
         nothing_runs = scheduler.chunked_req is None and running_batch.is_empty()
-        if nothing_runs and not self.waiting.may_admit:
+        is_idle = nothing_runs and not self.waiting.may_admit
+        if not is_idle and port.holds_ended(running_batch):
+            running_batch.filter_batch()
+        if self.group is not None:
+            self._agreed = None
+            if not is_idle and self.timekeeper is not None:
+                self._agreed = self.view(running_batch, self._advance(is_again=False))
+            self.group.agree(self.policy, self._agreed)
+        if is_idle:
             self.idle()
             return None, running_batch
-        if port.holds_ended(running_batch):
-            running_batch.filter_batch()
         plan = self.plan(running_batch)
         # A request can only be preempted at a point where all its tokens are known; the cost is
         # that one iteration does not overlap.
@@ -170,7 +180,7 @@ class Controller:
         )
         self._admit(candidates, left)
         if batch is not None:
-            self._count_prefills(batch)
+            self.counters.count_prefills(batch)
             self.must_decode = not port.decodes_of(batch) and not running_batch.is_empty()
             count_resumed(batch)
         return batch, running_batch
@@ -259,7 +269,9 @@ class Controller:
 
     def _plan(self, running_batch: Any, is_again: bool) -> Plan:
         started_s = time.perf_counter()
-        view = self.view(running_batch, self._advance(is_again))
+        view, self._agreed = self._agreed, None
+        if view is None:
+            view = self.view(running_batch, self._advance(is_again))
         made = self.guard.plan(self.policy, self.config.policy, view, self._state)
         if made is not None:
             plan, self._state = made
@@ -311,6 +323,7 @@ class Controller:
             kv=self.kv if self.kv is not None and not self.kv.core.is_off else None,
             prefixes=self.prefixes,
             tolerance_headroom=None if self.isolated is None else self.isolated.headroom,
+            others=NO_OTHERS if self.group is None else self.group.others,
         )
 
     def _record(self, plan: Plan, view: SchedulerView, planning_s: float) -> None:
@@ -441,14 +454,6 @@ class Controller:
             return SkipReason.ENGINE_REFUSED
         return None
 
-    def _count_prefills(self, batch: Any) -> None:
-        for req, num_tokens in port.prefills_of(batch):
-            tracked = TrackedRequest.of(req)
-            if tracked is not None and tracked.request_class is RequestClass.OFFLINE:
-                self.counters.offline_prefill_tokens += num_tokens
-            else:
-                self.counters.online_prefill_tokens += num_tokens
-
     def abandon(self, requests: Sequence[TrackedRequest]) -> None:
         """The iteration was taken back: these requests have released their memory and wait."""
         self.iteration = self.split = None
@@ -501,8 +506,3 @@ class Controller:
     def state(self) -> ReplicaState:
         """What ``/get_server_info`` shows."""
         return state_of(self)
-
-    def running(self) -> list[TrackedRequest]:
-        """Running requests and the one whose prefill is unfinished."""
-        reqs = port.under_way(self.scheduler)
-        return [tracked for req in reqs if (tracked := TrackedRequest.of(req)) is not None]

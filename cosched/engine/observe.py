@@ -16,9 +16,9 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from cosched.core.batch import BatchShape
+from cosched.core.batch import BatchShape, BatchTotals
 from cosched.core.plan import EMPTY_PLAN, Plan
 from cosched.engine import port
 from cosched.engine.clock import Clock, EngineClock
@@ -27,6 +27,9 @@ from cosched.engine.parts import LineFile, switched_off
 from cosched.engine.port.attention import reads_once
 from cosched.engine.port.prefixes import RunningPrefixes, with_repeated
 from cosched.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cosched.engine.group import Group
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +43,7 @@ class Iteration:
     planning_s   host time of the view, the plan and its check [s]; None: nothing was planned
     shape        what runs
     predicted_s  predicted time when it was launched [s]; None: there is no predictor
+    longest      with DP attention, the longest batch of all ranks, once they have agreed on it
     launched_s   when it was launched [s]
     came_late    the device was idle before it because the scheduler waited too long
     follows      the device was not idle before it
@@ -52,6 +56,7 @@ class Iteration:
     planning_s: float | None = None
     shape: BatchShape = field(default_factory=BatchShape)
     predicted_s: float | None = None
+    longest: BatchTotals | None = None
     launched_s: float = 0.0
     came_late: bool = False
     follows: bool = False
@@ -94,6 +99,10 @@ class IterationObserver:
         """What the next launch runs, where it was planned."""
         self.predict_s: Callable[[BatchShape], float] | None = None
         """Time of an iteration as predicted when it is launched."""
+        self.group: Group | None = None
+        """The ranks that step together; None: there is one."""
+        self._was_idle = False
+        """The latest batch of this rank had no requests, those of other ranks had."""
         self._last_done_s = 0.0
         self.busy_s = 0.0
         self.budget_s = 0.0
@@ -117,6 +126,7 @@ class IterationObserver:
     def launch(self, run: Callable[[], Any], batch: Any) -> Any:
         """Run the batch through `run` and remember when it was launched."""
         if not port.runs_model(batch):
+            self._was_idle = True  # other ranks of the group compute
             return run()
         iteration, self.planned = self.planned or Iteration(), None
         with self._guard.watching("timing"):
@@ -126,6 +136,11 @@ class IterationObserver:
             if self.predict_s is not None:
                 iteration.predicted_s = self.predict_s(iteration.shape)
         is_idle = iteration.came_late or port.is_idle(self._scheduler)
+        if self._was_idle:
+            is_idle, self._was_idle = True, False
+            iteration.is_exact = False  # the iteration before it may still run
+        if self.group is not None:
+            self.group.unagreed = iteration
         iteration.follows = not is_idle and self.num_iterations > 0
         iteration.launched_s = self.clock.now_s()
         result = run()

@@ -11,7 +11,9 @@ import msgspec
 from cosched.core.batch import BatchShape, BatchTotals
 from cosched.core.request import RequestClass
 from cosched.core.view import OfflineLimits
+from cosched.engine import port
 from cosched.engine.isolated import IsolatedState
+from cosched.engine.tracked import TrackedRequest
 from cosched.memory.occupancy import KvOccupancy
 from cosched.pool.prefix_pool import PoolStats, PrefixPool
 
@@ -46,6 +48,15 @@ class Counters:
     offline_prefill_tokens: int = 0
     recomputed_tokens: int = 0
     offline_work_s: float = 0.0
+
+    def count_prefills(self, batch: Any) -> None:
+        """A batch with prompt tokens was built."""
+        for req, num_tokens in port.prefills_of(batch):
+            tracked = TrackedRequest.of(req)
+            if tracked is not None and tracked.request_class is RequestClass.OFFLINE:
+                self.offline_prefill_tokens += num_tokens
+            else:
+                self.online_prefill_tokens += num_tokens
 
 
 class Log(Protocol):
@@ -159,7 +170,7 @@ class ReplicaState(msgspec.Struct, kw_only=True, frozen=True):
 
 def state_of(controller: Controller) -> ReplicaState:
     """What ``/get_server_info`` shows."""
-    running = controller.running()
+    running = _running(controller)
     num_offline = sum(1 for r in running if r.request_class is RequestClass.OFFLINE)
     counters = controller.counters
     planning_s = sorted(controller.planning_times_s) or [0.0]
@@ -230,7 +241,7 @@ def state_of(controller: Controller) -> ReplicaState:
 
 def offline_progress(controller: Controller) -> OfflineProgress:
     """O(running and preempted requests)."""
-    running = controller.running()
+    running = _running(controller)
     begun = [*running, *controller.waiting.preempted]
     offline = [one for one in begun if one.request_class is RequestClass.OFFLINE]
     progress = OfflineProgress(
@@ -257,3 +268,9 @@ def offline_progress(controller: Controller) -> OfflineProgress:
 
 def _us(seconds: float) -> float:
     return round(seconds * 1e6, 1)
+
+
+def _running(controller: Controller) -> list[TrackedRequest]:
+    """Running requests and the one whose prefill is unfinished."""
+    reqs = port.under_way(controller.scheduler)
+    return [tracked for req in reqs if (tracked := TrackedRequest.of(req)) is not None]

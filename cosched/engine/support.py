@@ -13,17 +13,15 @@ from cosched.batch.config import BatchesConfig
 from cosched.config import Config
 from cosched.errors import ConfigError, choices
 from cosched.memory.config import ENGINE_ORDERS
-from cosched.policies import policy_entry
+from cosched.policies import POLICIES, policy_entry
 
 EVICTION_FLAG = "--radix-eviction-policy"
 
 REFUSED_ARGUMENTS: tuple[tuple[str, Any, str], ...] = (
     ("disaggregation_mode", "null", "prefill/decode disaggregation has no shared iteration"),
-    ("attn_dp_size", 1, "DP attention (--enable-dp-attention) needs one plan for all ranks"),
     ("pp_size", 1, "pipeline parallelism plans several micro-batches at once"),
     ("dllm_algorithm", None, "diffusion language models have no decode iterations"),
     ("enable_pdmux", False, "PD multiplexing schedules prefill and decode on its own"),
-    ("enable_prefill_delayer", False, "the prefill delayer would undo the plan"),
     ("min_free_slots_delay", None, "the slot delay would undo the plan"),
     ("prefill_decode_interval", 0, "that many iterations after a prefill would have no plan"),
     ("enable_hisparse", False, "HiSparse moves requests between prefill and decode on its own"),
@@ -33,9 +31,6 @@ REFUSED_ARGUMENTS: tuple[tuple[str, Any, str], ...] = (
     ("encoder_only", False, "an encoder generates nothing"),
 )
 """Server argument, the only value that planning policies support, and why."""
-
-_SETTERS = {"attn_dp_size": "enable_dp_attention"}
-"""Of such an argument: another that sets it."""
 
 _WAY_OUT = "use --cosched-policy sglang"
 
@@ -107,6 +102,7 @@ def support(server_args: Any, config: Config) -> Support:
         ),
         without=(
             *(_without_kv_order(resolved, config) if plans else ()),
+            *(_without_delayer(resolved) if plans else ()),
             *_without_front_end(resolved, config),
         ),
     )
@@ -156,11 +152,9 @@ def _refused(server_args: Any, resolved: Any, config: Config) -> Iterator[str]:
         value = getattr(resolved, name)
         if value == expected or (expected in (False, None) and not value):
             continue
-        given, setter = getattr(server_args, name), _SETTERS.get(name)
+        given = getattr(server_args, name)
         if given and given != expected:  # `value` may be another name of the same
             remedy = f"drop the flag or {_WAY_OUT}"
-        elif setter is not None and getattr(server_args, setter):
-            remedy = f"drop {_flag(setter)} or {_WAY_OUT}"
         else:
             remedy = f"the model or another flag sets it; {_WAY_OUT}"
         shown = _flag(name) if value is True else f"{_flag(name)} {value}"
@@ -172,6 +166,7 @@ def _refused(server_args: Any, resolved: Any, config: Config) -> Iterator[str]:
             f"cosched plans {choices(SPECULATIVE_ALGORITHMS)}; drop the flag or {_WAY_OUT}"
         )
     yield from _refused_model(server_args, resolved, config)
+    yield from _refused_group(resolved, config)
     order, kv = resolved.radix_eviction_policy, config.named_kv()
     if order != ("lru" if kv.is_ours else kv.eviction):
         yield (
@@ -222,6 +217,22 @@ def _refused_model(server_args: Any, resolved: Any, config: Config) -> Iterator[
                     f"{_flag(name)} cannot go with --cosched-policy {config.policy} and a model "
                     f"with {kind}: {why}; drop the flag or {_WAY_OUT}"
                 )
+
+
+def _refused_group(resolved: Any, config: Config) -> Iterator[str]:
+    """With DP attention."""
+    if resolved.attn_dp_size == 1:
+        return
+    if not policy_entry(config.policy).groups:
+        able = choices(name for name, entry in POLICIES.items() if entry.groups)
+        yield (
+            f"--enable-dp-attention cannot go with --cosched-policy {config.policy}: its plans do "
+            f"not know of ranks that step together; choose from {able}"
+        )
+    if config.tolerance is not None:
+        yield "--enable-dp-attention cannot go with tolerance: other ranks' requests slow one down"
+    if resolved.attn_cp_size > 1:
+        yield "--enable-dp-attention with --attn-cp-size is not supported; drop one of them"
 
 
 def _why_no_shared_pages(resolved: Any) -> str | None:
@@ -284,6 +295,11 @@ def _without_front_end(resolved: Any, config: Config) -> Iterator[str]:
         yield f"Files and Batches ({reason})"
     if resolved.tokenizer_worker_num > 1 and config.claims.keys:
         yield "exact limits of API keys: each HTTP process counts its own requests"
+
+
+def _without_delayer(resolved: Any) -> Iterator[str]:
+    if resolved.enable_prefill_delayer:
+        yield "SGLang's prefill delayer (the ranks agree on the time of each iteration instead)"
 
 
 def _without_kv_order(resolved: Any, config: Config) -> Iterator[str]:

@@ -74,6 +74,11 @@ class Timekeeper:
         now_s = start_s = self.clock.now_s()
         done, ended = tuple(self._done), tuple(self._ended)
         self._done.clear()
+        group = self._observer.group
+        if group is not None and group.unagreed in done:
+            # The other ranks have not said yet whose batch was the longest.
+            done = tuple(iteration for iteration in done if iteration is not group.unagreed)
+            self._done.append(group.unagreed)
         self._ended.clear()
         for iteration in done:
             share = _MEAN_SHARE if self._mean_s else 1.0
@@ -87,7 +92,7 @@ class Timekeeper:
     def _learn(done: tuple[Iteration, ...], predictor: Calibrator) -> None:
         for iteration in done:
             if iteration.seconds > 0 and iteration.is_exact:
-                predictor.observe(iteration.shape, iteration.seconds)
+                predictor.observe(iteration.longest or iteration.shape, iteration.seconds)
 
     def _predict_s(self, shape: BatchShape) -> float:
         assert self._predictor is not None

@@ -10,6 +10,7 @@ import numpy as np
 
 from cosched.core.caps import EngineCaps
 from cosched.core.estimates import LengthEstimate, Predictor
+from cosched.core.group import NO_OTHERS, OtherRanks
 from cosched.core.plan import SkipReason
 from cosched.core.request import Request, RequestClass
 from cosched.core.view import (
@@ -71,9 +72,11 @@ class SchedulerView:
         kv: KvManager | None = None,
         prefixes: RunningPrefixes | None = None,
         tolerance_headroom: ToleranceHeadroom | None = None,
+        others: OtherRanks = NO_OTHERS,
     ) -> None:
         """prefixes: None: the engine reads a shared prefix for each request."""
         self.tolerance_headroom = tolerance_headroom
+        self.others = others
         self._kv = kv
         self._prefixes = prefixes
         self._scheduler = scheduler

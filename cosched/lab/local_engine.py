@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import tempfile
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -63,6 +64,9 @@ def _nothing(*arguments: Any, **options: Any) -> None:
 def _ports(server_args: Any) -> PortArgs:
     """Sockets that nothing is connected to. Removes the files that SGLang makes for them."""
     ports = PortArgs.init_new(server_args)
+    for name, value in vars(ports).items():
+        if isinstance(value, str) and value.startswith("tcp://"):  # DP attention
+            setattr(ports, name, f"ipc://{tempfile.mktemp()}")
     for name in vars(ports).values():
         if isinstance(name, str) and name.startswith("ipc://"):
             Path(name.removeprefix("ipc://")).unlink(missing_ok=True)
@@ -136,14 +140,22 @@ class LocalEngine:
     have one at a time, because SGLang's configuration is global: `close` the last one first.
     """
 
-    def __init__(self, flags: Sequence[str], *, tokenizer: bool = False) -> None:
-        """tokenizer: load it, for grammars and ``min_new_tokens``."""
+    def __init__(
+        self,
+        flags: Sequence[str],
+        *,
+        tokenizer: bool = False,
+        rank: int = 0,
+        dp_rank: int | None = None,
+    ) -> None:
+        """tokenizer: load it, for grammars and ``min_new_tokens``. rank: of several processes with
+        one engine each, which meet at ``--nccl-port``; dp_rank: with DP attention."""
         load_plugins()
         freeze_imports()
         without = [] if tokenizer else ["--skip-tokenizer-init"]
         server_args = prepare_server_args([*flags, *without])
         server_args.resolve_once()
-        publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
+        publish(server_args, role="scheduler", ranks=SpawnRanks(rank, dp_rank, gpu_id=rank))
         left_out: dict[str, Any] = dict.fromkeys(_LEFT_OUT, _nothing)
         with mock.patch.multiple(scheduler_module, **left_out):
             try:

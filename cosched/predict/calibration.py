@@ -139,9 +139,9 @@ class Calibrator(Predictor):
             return decode.shape.predict_s(decodes) * self.scale + added * prefill.cold_scale
         return seconds * self._phases[totals.num_new > 0].cold_scale
 
-    def observe(self, batch: BatchShape, seconds: float) -> None:
+    def observe(self, batch: BatchShape | BatchTotals, seconds: float) -> None:
         """Learn from an iteration that is done. ConfigError when it has no work or no time."""
-        totals = BatchTotals.of(batch)
+        totals = batch if isinstance(batch, BatchTotals) else BatchTotals.of(batch)
         if not (totals.num_new or totals.num_decodes) or not 0 < seconds < math.inf:
             raise ConfigError(f"cannot learn from an iteration of {seconds} s with {totals}")
         if totals.num_loaded:

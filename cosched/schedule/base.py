@@ -8,12 +8,22 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from cosched.core.caps import EngineCaps
+from cosched.core.group import RankNeeds
 from cosched.core.plan import Plan
 from cosched.core.request import Slo
 from cosched.core.view import View
 from cosched.errors import ConfigError, choices
 
-__all__ = ["OVERRUNS", "REPLANS", "Budgets", "EcoConfig", "Policy", "PolicySettings", "State"]
+__all__ = [
+    "OVERRUNS",
+    "REPLANS",
+    "Budgets",
+    "EcoConfig",
+    "GroupPolicy",
+    "Policy",
+    "PolicySettings",
+    "State",
+]
 
 State = TypeVar("State")
 
@@ -136,4 +146,14 @@ class Policy(Protocol[State]):
         Its inputs are `view`, `state` (the state that it returned with the last plan that was not
         discarded) and the settings that it was built with: equal inputs give equal plans.
         """
+        ...
+
+
+class GroupPolicy(Policy[State], Protocol[State]):
+    """A policy for ranks that step together (DP attention). Each rank has plans of its own, within
+    the time that all of them leave (`View.others`)."""
+
+    def needs(self, view: View) -> RankNeeds:
+        """What online requests of this rank need of the next iteration. The ranks exchange it
+        before each plan; of `view.others` only `alone_s` is known here, from the plan before."""
         ...

@@ -43,6 +43,7 @@ from functools import partial
 import msgspec
 
 from cosched.core.estimates import LengthEstimate
+from cosched.core.group import RankNeeds
 from cosched.core.plan import Plan
 from cosched.core.request import Request, num_tokens_of
 from cosched.core.view import OfflineOrder, View
@@ -103,11 +104,7 @@ class CoschedPolicy:
         options = self._options
         by_length = options.timeline and view.caps.promises
         builder = PlanBuilder(view, forecast=KvForecast(view) if by_length else None)
-        deadlines = Deadlines(builder, self._settings, give_up=options.feasible)
-        if options.feasible:
-            order = by_feasibility(view, deadlines)
-        else:
-            order = OnlineOrder([*online_prefills(view)], [], {})
+        deadlines, order = self._look(builder)
         turn = self._turn(order, state, view, deadlines)
         ahead = [r for r in order.late if r.rid == turn]
         behind = [r for r in order.late if r.rid != turn]
@@ -125,6 +122,16 @@ class CoschedPolicy:
         if not order.late or any(request.rid in plan.prefill for request in order.late):
             num_due = 0
         return plan, Past(num_due=min(num_due, LATE_TURN), rid=turn)
+
+    def needs(self, view: View) -> RankNeeds:
+        deadlines, order = self._look(PlanBuilder(view))
+        return deadlines.needs(self._time_budget(deadlines, order, view))
+
+    def _look(self, builder: PlanBuilder) -> tuple[Deadlines, OnlineOrder]:
+        deadlines = Deadlines(builder, self._settings, give_up=self._options.feasible)
+        if self._options.feasible:
+            return deadlines, by_feasibility(builder.view, deadlines)
+        return deadlines, OnlineOrder([*online_prefills(builder.view)], [], {})
 
     def _time_budget(self, deadlines: Deadlines, order: OnlineOrder, view: View) -> TimeBudget:
         """What chat needs of the iteration, and what offline work may take of it."""

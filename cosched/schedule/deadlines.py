@@ -24,6 +24,9 @@ With speculative decoding an iteration without prefills brings several tokens of
 accepted drafts give prefills more time, and under a target below the time of a mixed iteration
 these alternate with decodes.
 
+With DP attention (`View.others`) decodes are as fast as those of the slowest rank. The bounds are
+those of all ranks; time that another rank's online work takes anyway is free.
+
 Whether a request meets its target is decided over many iterations. So the margin that the predictor
 adds to each iteration for disturbances (`Predictor.margin`) is taken out of these estimates. A TPOT
 target below the time of the shortest iteration counts as none. Where online requests fill the KV
@@ -36,10 +39,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from functools import partial
+from itertools import islice
 from typing import NamedTuple
 
 from cosched.core.batch import BatchTotals
 from cosched.core.estimates import Predictor
+from cosched.core.group import RankNeeds
 from cosched.core.request import Request, RequestClass, Slo, num_tokens_of
 from cosched.core.view import ToleranceHeadroom, View
 from cosched.schedule.base import PolicySettings
@@ -53,7 +58,7 @@ class Deadlines:
     builder's ledger.
 
     slacks   of their next tokens
-    alone_s  expected time of an iteration of these decodes alone [s]
+    alone_s  expected time of an iteration of these decodes, and of other ranks' decodes [s]
     """
 
     def __init__(
@@ -68,7 +73,8 @@ class Deadlines:
         ledger.add_decodes(contexts)
         self._margin = 1 + view.predictor.margin
         self._predicted_s = ledger.seconds()
-        self.alone_s = self._predicted_s / self._margin
+        self._own_s = self._predicted_s / self._margin
+        self.alone_s = max(self._own_s, view.others.alone_s / self._margin)
         self._token_s = self.alone_s / view.tokens_per_decode
         self.slacks = _decode_slacks(
             view,
@@ -181,8 +187,8 @@ class Deadlines:
             left_s = max(left_s - spent_s, 0.0)
             slack_left_s = min(slack_left_s, left_s)
             # In iterations of L the share (L - alone) / L of the time is the prefill's.
-            most_s = work_s + self.alone_s
-            paced_s = slack_s * self.alone_s / left_s if left_s > 0 else most_s
+            most_s = work_s + self._own_s
+            paced_s = slack_s * self._own_s / left_s if left_s > 0 else most_s
             iteration_s = max(iteration_s, min(paced_s, most_s))
         return PrefillSlacks(least_s, slack_left_s, iteration_s, least_ttft_s)
 
@@ -226,7 +232,7 @@ class Deadlines:
         """Of an iteration of `online_s` with online prefills, `offline_s` with offline work, and at
         most `most_s` beside online decodes [s]. headroom: of tolerance mode; where
         it bounds TTFT only, no offline work runs beside online prefills."""
-        view, slacks = self._builder.view, self.slacks
+        view, slacks, others = self._builder.view, self.slacks, self._builder.view.others
         # A disturbed iteration is made up for by those after it.
         online_s *= self._margin
         # No decode is late by that: where prompts end in every iteration, none makes up for it.
@@ -245,12 +251,35 @@ class Deadlines:
         return TimeBudget(
             view.predictor,
             self._builder.ledger,
-            online_s=min(online_s, most_s),
-            ends_s=min(ends_s, most_s),
-            offline_s=min(offline_s, most_s),
+            online_s=others.bound_online(min(online_s, most_s), self._least_s),
+            ends_s=others.bound_online(min(ends_s, most_s), self._least_s),
+            offline_s=others.bound_offline(min(offline_s, most_s)),
             beside_online=beside,
             longer_s=None if headroom is None else partial(self._longer_s, headroom),
             rides=headroom is None or headroom.wait_s is None or headroom.share is not None,
+        )
+
+    @property
+    def _least_s(self) -> float:
+        """`RankNeeds.least_s`."""
+        return self._margin * _beside_s(self.alone_s, self.slacks.tpot_s)
+
+    def needs(self, budget: TimeBudget) -> RankNeeds:
+        """What this rank needs, for the other ranks. budget: of its own needs alone."""
+        view, totals = self._builder.view, self._builder.ledger.totals.copy()
+        tokens_left = view.caps.max_chunk_tokens or view.caps.max_prefill_tokens
+        for request in islice(online_prefills(view), _MOST_LOOKED_AT):
+            num_cached = request.num_computed_tokens or view.match(request).cached
+            num_new = min(num_tokens_of(request) - num_cached, tokens_left)
+            if num_new > 0:
+                totals.add_prefill(num_new, num_cached)
+                tokens_left -= num_new
+        return RankNeeds(
+            alone_s=self._predicted_s,
+            least_s=self._least_s,
+            required_s=view.predictor.predict_s(totals),
+            online_s=budget.online_s,
+            offline_s=budget.offline_s,
         )
 
 

@@ -27,6 +27,7 @@ class PolicyEntry:
     pool          order of waiting offline requests, unless the configuration says; None: arrival
     eviction      which KV goes first, unless the configuration says (`KvConfig.eviction`)
     tolerates     it keeps the slowdown of online requests within `Config.tolerance`
+    groups        it plans ranks that step together (DP attention): it is a `GroupPolicy`
     timed         its plans depend on time: the latency predictor is kept up to date, and all ranks
                   use one clock
     early         an iteration is planned as soon as the one before it runs (`Config.plan_early`)
@@ -47,6 +48,7 @@ class PolicyEntry:
     timed: bool = False
     early: bool = False
     tolerates: bool = False
+    groups: bool = False
     predictor: str | None = None
     server_flags: Mapping[str, object] = field(default_factory=dict)
     source_file: str | None = None

@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from heapq import heappush, heappushpop
 from typing import NamedTuple
 
+from cosched.core.group import RankNeeds
 from cosched.core.request import LateReason, Request
 from cosched.core.view import View
 from cosched.schedule.base import PolicySettings
@@ -100,9 +101,18 @@ def by_feasibility(view: View, deadlines: Deadlines) -> OnlineOrder:
 def time_budget(builder: PlanBuilder, settings: PolicySettings) -> TimeBudget:
     """Of the next iteration, where online requests are served in the order of arrival. Counts the
     time of the running online requests' decodes."""
-    deadlines = Deadlines(builder, settings)
-    borrows = by_feasibility(builder.view, deadlines).borrows
-    prefills = deadlines.prefill_slacks(online_prefills(builder.view))
+    return _budget(Deadlines(builder, settings), builder.view)
+
+
+def rank_needs(view: View, settings: PolicySettings) -> RankNeeds:
+    """What online requests of this rank need of an iteration with that time budget."""
+    deadlines = Deadlines(PlanBuilder(view), settings)
+    return deadlines.needs(_budget(deadlines, view))
+
+
+def _budget(deadlines: Deadlines, view: View) -> TimeBudget:
+    borrows = by_feasibility(view, deadlines).borrows
+    prefills = deadlines.prefill_slacks(online_prefills(view))
     return deadlines.budget(
         prefills,
         online_s=deadlines.online_s(prefills if borrows else None),

@@ -49,9 +49,9 @@ class TimeBudget:
     ) -> None:
         self._predictor = predictor
         self._ledger = ledger
-        self._online_s = online_s
+        self.online_s = online_s
         self._ends_s = ends_s
-        self._offline_s = offline_s
+        self.offline_s = offline_s
         self._beside_online = beside_online
         self._longer_s = longer_s
         self._rides = rides
@@ -59,16 +59,16 @@ class TimeBudget:
 
     def begin_offline(self) -> None:
         if not self._rides and self._ledger.totals.num_new:
-            self._offline_s = 0.0
+            self.offline_s = 0.0
         if self._longer_s is not None:
-            self._offline_s = min(self._offline_s, self._longer_s(self._ledger.seconds()))
+            self.offline_s = min(self.offline_s, self._longer_s(self._ledger.seconds()))
 
     def limits(self) -> Mapping[str, float]:
-        limits = {"online": self._online_s, "offline": self._offline_s}
+        limits = {"online": self.online_s, "offline": self.offline_s}
         return {phase: limit_s for phase, limit_s in limits.items() if limit_s < math.inf}
 
     def online_tokens(self, num_cached: int, limit: int) -> int:
-        most = self._predictor.max_prefill(self._ledger.totals, num_cached, self._online_s, limit)
+        most = self._predictor.max_prefill(self._ledger.totals, num_cached, self.online_s, limit)
         if most == 0:
             return 0
         if most < limit and self._seconds(self._ledger.totals, limit, num_cached) <= self._ends_s:
@@ -80,7 +80,7 @@ class TimeBudget:
         in_batch = totals.num_new + totals.num_decodes
         tile = _TILES[-1]
         to_full = -(-(in_batch + most) // tile) * tile - in_batch
-        if self._seconds(totals, to_full, num_cached) <= self._offline_s:
+        if self._seconds(totals, to_full, num_cached) <= self.offline_s:
             return most  # offline work fills the tile
         cut = self._worthwhile(totals, most, num_cached)
         return cut if cut >= min(most, _LEAST_CUT) else most
@@ -89,7 +89,7 @@ class TimeBudget:
         totals = self._ledger.totals
         in_batch = totals.num_new + totals.num_decodes
         if self._most_tokens is None:
-            most = self._predictor.max_prefill(totals, num_cached, self._offline_s, _MANY)
+            most = self._predictor.max_prefill(totals, num_cached, self.offline_s, _MANY)
             if most == _MANY:
                 self._most_tokens = sys.maxsize
             else:
@@ -98,12 +98,12 @@ class TimeBudget:
         if left <= 0:
             return 0
         limit = min(limit, left)
-        most = self._predictor.max_prefill(totals, num_cached, self._offline_s, limit)
+        most = self._predictor.max_prefill(totals, num_cached, self.offline_s, limit)
         return self._worthwhile(totals, most, num_cached) if is_last else most
 
     def has_offline_time(self) -> bool:
         if self._most_tokens is None:
-            return self._ledger.seconds_with(1, 0) <= self._offline_s
+            return self._ledger.seconds_with(1, 0) <= self.offline_s
         return self._ledger.totals.num_new + self._ledger.totals.num_decodes < self._most_tokens
 
     def _worthwhile(self, totals: BatchTotals, most: int, num_cached: int) -> int:
@@ -129,8 +129,8 @@ class TimeBudget:
 
     def offline_decodes(self, contexts: Sequence[int]) -> int:
         seconds = self._ledger.seconds_with_decodes
-        if seconds(contexts) <= self._offline_s:
+        if seconds(contexts) <= self.offline_s:
             return len(contexts)
         return bisect_right(
-            range(1, len(contexts)), self._offline_s, key=lambda n: seconds(contexts[:n])
+            range(1, len(contexts)), self.offline_s, key=lambda n: seconds(contexts[:n])
         )

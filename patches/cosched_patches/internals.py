@@ -19,17 +19,17 @@ INTERNALS: Mapping[str, tuple[str, ...]] = {
     for target, names in {
         "managers.scheduler.Scheduler": """
             _add_request_to_queue _pending_chunked_abort_req _prefetch_kvcache
-            _release_aborted_request _sched_idled beam_coordinator chunked_prefill_size chunked_req
-            collect_inflight_reqs cur_batch_for_debug device dllm_config enable_hicache_storage
-            enable_hierarchical_cache enable_hisparse enable_lmcache enable_lora enable_overlap
-            forward_stream get_num_allocatable_reqs grammar_manager ipc_channels is_generation
-            is_hybrid_ssm is_hybrid_swa is_mixed_chunk last_batch load_inquirer max_loras_per_batch
-            max_prefill_tokens max_queued_requests max_req_input_len max_req_len
-            max_running_requests max_total_num_tokens metrics_collector_context model_config
-            new_token_ratio_tracker output_streamer page_size pool_stats_observer
-            process_batch_result req_to_token_pool result_queue running_batch send_abort_output
-            server_args spec_algorithm token_to_kv_pool_allocator tp_cpu_group tree_cache
-            truncation_align_size waiting_queue
+            _release_aborted_request _sched_idled attn_tp_cpu_group beam_coordinator
+            chunked_prefill_size chunked_req collect_inflight_reqs cur_batch_for_debug device
+            dllm_config enable_hicache_storage enable_hierarchical_cache enable_hisparse
+            enable_lmcache enable_lora enable_overlap forward_stream get_num_allocatable_reqs
+            grammar_manager ipc_channels is_generation is_hybrid_ssm is_hybrid_swa is_mixed_chunk
+            last_batch load_inquirer max_loras_per_batch max_prefill_tokens max_queued_requests
+            max_req_input_len max_req_len max_running_requests max_total_num_tokens
+            metrics_collector_context model_config new_token_ratio_tracker output_streamer page_size
+            pool_stats_observer prefill_delayer process_batch_result req_to_token_pool result_queue
+            running_batch send_abort_output server_args spec_algorithm token_to_kv_pool_allocator
+            tp_cpu_group tree_cache truncation_align_size waiting_queue
         """,
         "managers.schedule_policy.PrefillAdder": """
             _select_prefill_admission add_chunked_req add_one_req can_run_list ceil_paged_tokens

@@ -28,6 +28,7 @@ EMBEDDING_GEMMA = {
     "use_bidirectional_attention": True,
     **SIZES,
 }
+GROUP = ["--tp", "2", "--dp", "2", "--enable-dp-attention"]
 HOST = ["--enable-hierarchical-cache"]
 DRAFT = ["--speculative-draft-model-path", "{folder}"]
 BATCHES = {"batches": {"folder": "/tmp/batches"}}
@@ -46,7 +47,9 @@ CASES = {
     "one pool": (GPT_OSS, ["--disable-hybrid-swa-memory"], {}),
     "stock": (GPT_OSS, ["--disable-radix-cache"], {"policy": "sglang"}),
     "two flags": (QWEN3, ["--disable-radix-cache", "--enable-pdmux"], {"policy": "hygen"}),
-    "DP attention": (QWEN3, ["--tp", "2", "--dp", "2", "--enable-dp-attention"], {}),
+    "DP attention": (QWEN3, GROUP, {}),
+    "DP attention, other policy": (QWEN3, GROUP, {"policy": "echo"}),
+    "prefill delayer": (QWEN3, [*GROUP, "--enable-prefill-delayer"], {}),
     "drafts": (QWEN3, ["--speculative-algorithm", "nextn", *DRAFT], {}),
     "drafts and host memory": (QWEN3, ["--speculative-algorithm", "EAGLE", *DRAFT, *HOST], {}),
     "a model's flag": (EMBEDDING_GEMMA, ["--is-embedding"], {}),
@@ -91,6 +94,7 @@ def answers():
         "plain",
         "tp",
         "states",
+        "DP attention",
         "drafts",
         "one pool",
         "host memory",
@@ -115,7 +119,7 @@ def test_a_default_of_the_model_is_not_held_against_the_user(answers):
         ("states and host memory", "with state-space or linear-attention layers: what is copied"),
         ("windows in shared memory", "with sliding windows: the two KV pools take each other's"),
         ("encoder", "an encoder generates nothing"),
-        ("DP attention", "drop --enable-dp-attention or use --cosched-policy sglang"),
+        ("DP attention, other policy", "do not know of ranks that step together; choose from"),
         ("gRPC and batches", "--smg-grpc-mode has a front end that is not SGLang's"),
         ("HTTP processes and batches", "give --cosched-batches-url postgresql://"),
     ],
@@ -149,6 +153,7 @@ def test_sglangs_own_policy_refuses_nothing(answers):
         ("host memory over files", "KV eviction by value"),
         ("sliding window", "the KV of sliding windows"),
         ("gRPC", "service_tier"),
+        ("prefill delayer", "the ranks agree on the time"),
         ("Rust front end", "service_tier"),
         ("HTTP processes", "--tokenizer-worker-num 4 need a store"),
         ("HTTP processes and claims", "limits of API keys"),

@@ -37,11 +37,12 @@ class SplitBatch:
         """The running batch when `batch` is ready to run.
 
         If `batch` is the active part, its requests are one token longer now. If it is a mixed
-        batch, the active requests leave the running batch until it has run, as in SGLang. Requests
-        that the engine has retracted or finished leave too.
+        batch, or SGLang runs the decodes as prefills of one token (DP attention), the active
+        requests leave the running batch until it has run, as in SGLang. Requests that the engine
+        has retracted or finished leave too.
         """
         whole = self._whole
-        decodes = batch is self.active
+        decodes = batch is self.active and batch.forward_mode.is_decode()
         mixed = set() if decodes or batch is None else set(decodes_of(batch))
         stays = self._held | set(self.active.reqs) - mixed
         keep = [i for i, req in enumerate(whole.reqs) if req in stays]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
+from sglang.srt.managers.scheduler_components.dp_attn import exchange_sync_rows
 from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
 from sglang.srt.runtime_context import get_exec, get_parallel, get_schedule, get_spec
 
@@ -20,12 +22,18 @@ from cosched.predict.fitted import GraphSizes
 
 
 class Parallel(NamedTuple):
-    """The tensor-parallel rank of this process, the number of ranks, and the number of the replica;
-    None: there is one replica."""
+    """Of this process.
+
+    tp_rank     its place among the ranks that share a waiting queue
+    tp_size     number of these
+    dp_rank     number of the replica, or of the rank of DP attention; None: there is one
+    group_size  ranks of DP attention, which step together; 1: it is off
+    """
 
     tp_rank: int
     tp_size: int
     dp_rank: int | None
+    group_size: int
 
 
 def caps_of(scheduler: Any) -> EngineCaps:
@@ -92,12 +100,27 @@ def graph_sizes_of(scheduler: Any) -> GraphSizes | None:
 def parallel() -> Parallel:
     """Of this process, after SGLang has set it up."""
     groups = get_parallel()
-    return Parallel(groups.tp_rank, groups.tp_size, groups.dp_rank)
+    if groups.attn_dp_size > 1:
+        return Parallel(
+            groups.attn_tp_rank, groups.attn_tp_size, groups.attn_dp_rank, groups.attn_dp_size
+        )
+    return Parallel(groups.tp_rank, groups.tp_size, groups.dp_rank, 1)
 
 
 def rank_group(scheduler: Any) -> Any:
-    """The CPU process group of the ranks that schedule together."""
-    return scheduler.tp_cpu_group
+    """The CPU process group of the ranks that share a waiting queue."""
+    shared = scheduler.attn_tp_cpu_group if parallel().group_size > 1 else scheduler.tp_cpu_group
+    return shared
+
+
+def exchange(scheduler: Any, numbers: Sequence[float]) -> list[list[float]]:
+    """The numbers of each rank of DP attention; all ranks call it equally often."""
+    groups = get_parallel()
+    rows = torch.empty(groups.tp_size, len(numbers), dtype=torch.float64)
+    own = torch.tensor(numbers, dtype=torch.float64)
+    exchange_sync_rows(rows.view(-1), own, scheduler.tp_cpu_group)
+    first: list[list[float]] = rows[:: groups.attn_tp_size].tolist()
+    return first
 
 
 def runs_on_cpu(scheduler: Any) -> bool:
@@ -113,7 +136,8 @@ def overlaps(scheduler: Any) -> bool:
 def waits_alone(scheduler: Any) -> bool:
     """Whether no other replica or pipeline stage runs in lockstep with this scheduler."""
     args = scheduler.server_args
-    return args.disaggregation_mode == "null" and args.pp_size == 1 and not args.enable_dp_attention
+    is_whole = args.disaggregation_mode == "null" and args.pp_size == 1
+    return is_whole and parallel().group_size == 1
 
 
 def searches_host(scheduler: Any) -> bool:
@@ -163,6 +187,11 @@ class WaitingTotal(NamedTuple):
     seqlen: int
     num_matched_prefix_tokens: int = 0
     cache_request_handle: None = None  # 0.5.23 asks what its storage would find of it
+
+
+def drop_prefill_delayer(scheduler: Any) -> None:
+    """With DP attention, SGLang's own agreement of the ranks about prefills."""
+    scheduler.prefill_delayer = None
 
 
 def report_waiting(scheduler: Any, waiting: Any) -> None:

@@ -43,6 +43,7 @@ ENTRIES = (
         summary="online first, then offline in prefix order, in a budget of predicted time",
         source="HyGen §4, Algorithms 1 and 3",
         make=HygenPolicy,
+        groups=True,
         pool=PoolConfig(),
         timed=True,
     ),
@@ -51,6 +52,7 @@ ENTRIES = (
         summary="hygen with the pool in the order of arrival",
         source="HyGen §5 (ablation: without prefix sharing maximization)",
         make=HygenPolicy,
+        groups=True,
         timed=True,
     ),
 )

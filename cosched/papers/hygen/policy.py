@@ -23,11 +23,12 @@ Deviations from the paper
 
 from __future__ import annotations
 
+from cosched.core.group import RankNeeds
 from cosched.core.plan import Plan
 from cosched.core.view import View
 from cosched.schedule.base import PolicySettings
 from cosched.schedule.builder import PlanBuilder
-from cosched.schedule.online_order import time_budget
+from cosched.schedule.online_order import rank_needs, time_budget
 from cosched.schedule.phases import Steps, two_phases
 
 
@@ -45,3 +46,6 @@ class HygenPolicy:
         pace = time_budget(builder, self._settings)
         two_phases(builder, pace, self.steps)
         return builder.build(limits=pace.limits()), None
+
+    def needs(self, view: View) -> RankNeeds:
+        return rank_needs(view, self._settings)

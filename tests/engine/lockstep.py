@@ -1,0 +1,104 @@
+"""One rank of DP attention: a real scheduler that steps together with those of other processes.
+
+``python -m tests.engine.lockstep RANK TASK``; TASK is a file of JSON:
+
+    flags, config  of the engine; config: null for stock SGLang
+    requests       for each rank of DP attention: [id, prompt, output tokens, priority, iteration]
+    aborts         the same: [id, iteration]
+    limits         the same: [limits of offline work, iteration]
+    stops          share of plans that preempt a running request as well
+
+Prints JSON: output ids by request, and what the controller counted.
+"""
+
+import json
+import os
+import random
+import sys
+from dataclasses import replace
+
+import cosched.bootstrap  # noqa: F401  # before sglang
+from cosched.config import ENV_VAR
+
+
+def main(rank, task):
+    os.environ[ENV_VAR] = "" if task["config"] is None else json.dumps(task["config"])
+    import torch
+    from sglang.srt.managers.io_struct import SetInternalStateReq
+
+    from cosched.core.view import OfflineLimits
+    from cosched.engine.offline_gate import limits_to_message
+    from cosched.lab.local_engine import LocalEngine
+
+    dp_rank = rank * len(task["requests"]) // task["num_ranks"]
+    engine = LocalEngine(task["flags"], rank=rank, dp_rank=dp_rank)
+    scheduler = engine.scheduler
+    controller = getattr(scheduler, "cosched", None)
+    if controller is not None and task.get("stops"):
+        _preempt_also(controller, task["stops"], seed=dp_rank)
+    actions = {}
+    for rid, prompt, num_tokens, priority, iteration in task["requests"][dp_rank]:
+        actions.setdefault(iteration, []).append(
+            lambda rid=rid, prompt=prompt, num=num_tokens, priority=priority: engine.submit(
+                rid, prompt, max_new_tokens=num, priority=priority
+            )
+        )
+    for rid, iteration in task.get("aborts", [[]] * (dp_rank + 1))[dp_rank]:
+        actions.setdefault(iteration, []).append(lambda rid=rid: engine.abort(rid))
+    for limits, iteration in task.get("limits", [[]] * (dp_rank + 1))[dp_rank]:
+        message = SetInternalStateReq(server_args=limits_to_message(OfflineLimits(**limits)))
+        actions.setdefault(iteration, []).append(lambda message=message: engine.send(message))
+    answer = engine.outbox.send_output
+    engine.outbox.send_output = lambda output, request=None: answer(output, request)
+    number, last = 0, max(actions, default=0)
+
+    def until():
+        nonlocal number
+        for act in actions.pop(number, ()):
+            act()
+        number += 1
+        assert number < 20_000, "the ranks are not idle"
+        is_done = number > last and not engine._inbox and scheduler.is_fully_idle()
+        left = torch.tensor([not is_done], dtype=torch.int64)
+        torch.distributed.all_reduce(left, group=scheduler.tp_cpu_group)
+        return not left.item()
+
+    engine.run(until)
+    told = {
+        "outputs": {rid: reply.output_ids for rid, reply in engine.replies.items()},
+        "ends": {rid: reply.finish_reason for rid, reply in engine.replies.items()},
+        "free": scheduler.token_to_kv_pool_allocator.available_size()
+        + scheduler.tree_cache.evictable_size(),
+        "total": scheduler.max_total_num_tokens,
+        "iterations": number,
+    }
+    if controller is not None:
+        told["state"] = controller.state().to_dict()
+        told["observed"] = controller.predictor.describe()["num_observed"]
+    print(json.dumps(told))
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _preempt_also(controller, share, seed):
+    """Some plans preempt one more running request."""
+    from cosched.core.plan import Preemption
+
+    chosen = random.Random(seed)
+    original = controller._plan
+
+    def plan(running_batch, is_again):
+        made = original(running_batch, is_again)
+        gone = {p.rid for p in made.preempt} | made.paused
+        able = [r.rid for r in running_batch.reqs if r.rid not in gone and not r.finished()]
+        if is_again or not able or chosen.random() > share:
+            return made
+        more = Preemption(rid=chosen.choice(able))
+        return replace(made, preempt=(*made.preempt, more))
+
+    controller._plan = plan
+
+
+if __name__ == "__main__":
+    with open(sys.argv[2]) as file:
+        main(int(sys.argv[1]), json.load(file))
