@@ -9,10 +9,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -199,17 +198,13 @@ class Controller:
                 if iteration is not None:
                     iteration.came_late = came_late
         if iteration is not None:
-            with self._logging() as log:
-                if log is not None:
-                    log.launched(iteration, batch)
+            self._log(lambda log: log.launched(iteration, batch))
         return running_batch
 
     def finished(self, iteration: Iteration | None, batch: Any) -> None:
         """The tokens of an iteration are known. iteration: None if its launch was not observed."""
         if iteration is not None:
-            with self._logging() as log:
-                if log is not None:
-                    log.finished(iteration, batch)
+            self._log(lambda log: log.finished(iteration, batch))
         self.table.came(batch)
         requests = [t for req in batch.reqs if (t := TrackedRequest.of(req)) is not None]
         if self.timekeeper is not None:
@@ -327,7 +322,7 @@ class Controller:
         )
 
     def _record(self, plan: Plan, view: SchedulerView, planning_s: float) -> None:
-        self.iteration = Iteration(plan=plan, planning_s=planning_s)
+        iteration = self.iteration = Iteration(plan=plan, planning_s=planning_s)
         self.latest_plan = plan
         self.counters.num_plans += 1
         self.counters.planning_s += planning_s
@@ -335,9 +330,7 @@ class Controller:
         if self.exporter is not None:
             with self.guard.watching("metrics"):
                 self.exporter.planned(planning_s)
-        with self._logging() as log:
-            if log is not None:
-                log.planned(self.iteration, view)
+        self._log(lambda log: log.planned(iteration, view))
         for rid, reason in plan.late.items():
             self._judged_late(rid, reason)
 
@@ -460,9 +453,7 @@ class Controller:
         self.must_decode = False
         for tracked in requests:
             self.table.forget(tracked)
-        with self._logging() as log:
-            if log is not None:
-                log.abandoned()
+        self._log(lambda log: log.abandoned())
 
     # --- Changes while it runs ---
 
@@ -492,11 +483,12 @@ class Controller:
         """Write every plan to this log from now on."""
         self.decisions = self.waiting.decisions = log
 
-    @contextlib.contextmanager
-    def _logging(self) -> Iterator[DecisionLog | None]:
-        """The decision log, if there is one. It ends where it fails: lines must not be missing."""
+    def _log(self, write: Callable[[DecisionLog], None]) -> None:
+        """Write to the decision log. It ends where it fails: no line may be missing."""
+        if self.decisions is None:
+            return
         try:
-            yield self.decisions
+            write(self.decisions)
         except Exception as error:
             if self.guard.is_strict:
                 raise

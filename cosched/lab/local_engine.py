@@ -63,7 +63,8 @@ def _nothing(*arguments: Any, **options: Any) -> None:
 
 def _ports(server_args: Any) -> PortArgs:
     """Sockets that nothing is connected to. Removes the files that SGLang makes for them."""
-    ports = PortArgs.init_new(server_args)
+    with mock.patch("sglang.srt.server_args.wait_port_available", _nothing):
+        ports = PortArgs.init_new(server_args)
     for name, value in vars(ports).items():
         if isinstance(value, str) and value.startswith("tcp://"):  # DP attention
             setattr(ports, name, f"ipc://{tempfile.mktemp()}")

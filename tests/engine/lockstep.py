@@ -3,6 +3,7 @@
 ``python -m tests.engine.lockstep RANK TASK``; TASK is a file of JSON:
 
     flags, config  of the engine; config: null for stock SGLang
+    num_ranks      tensor-parallel ranks
     requests       for each rank of DP attention: [id, prompt, output tokens, priority, iteration]
     aborts         the same: [id, iteration]
     limits         the same: [limits of offline work, iteration]
@@ -48,8 +49,6 @@ def main(rank, task):
     for limits, iteration in task.get("limits", [[]] * (dp_rank + 1))[dp_rank]:
         message = SetInternalStateReq(server_args=limits_to_message(OfflineLimits(**limits)))
         actions.setdefault(iteration, []).append(lambda message=message: engine.send(message))
-    answer = engine.outbox.send_output
-    engine.outbox.send_output = lambda output, request=None: answer(output, request)
     number, last = 0, max(actions, default=0)
 
     def until():
@@ -75,9 +74,8 @@ def main(rank, task):
     if controller is not None:
         told["state"] = controller.state().to_dict()
         told["observed"] = controller.predictor.describe()["num_observed"]
-    print(json.dumps(told))
-    sys.stdout.flush()
-    os._exit(0)
+    print(json.dumps(told), flush=True)
+    os._exit(0)  # the process groups end with the processes
 
 
 def _preempt_also(controller, share, seed):

@@ -1,0 +1,111 @@
+"""DP attention: two real schedulers in two processes, which step together."""
+
+import json
+import os
+import random
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from cosched.batch.jsonl.server import free_port
+from tests.engine.conftest import FLAGS, OFFLINE
+from tests.engine.test_models import MIXTURE, SIZES
+
+NUM_REQUESTS = int(os.environ.get("COSCHED_LOCKSTEP_REQUESTS", "24"))
+BINDING = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1|0|1", "OMP_NUM_THREADS": "1"}
+RUN = """
+import json, sys
+from tests.engine.lockstep import main
+with open(sys.argv[2]) as file:
+    main(int(sys.argv[1]), json.load(file))
+"""
+
+
+def traffic(number, seed=1, ranks=(0, 1)):
+    """Requests of each rank; some share a head, two of three come while others run."""
+    choose = random.Random(seed)
+    head = [choose.randrange(10, 400) for _ in range(40)]
+    requests = [[], []]
+    for n in range(number):
+        tail = [choose.randrange(10, 400) for _ in range(choose.randrange(5, 90))]
+        prompt = (head if choose.random() < 0.4 else []) + tail
+        num_tokens, priority = choose.randrange(1, 40), OFFLINE if n % 3 else 0
+        moment = 0 if n < number // 3 else choose.randrange(3 * number)
+        requests[choose.choice(ranks)].append([f"r{n}", prompt, num_tokens, priority, moment])
+    return requests
+
+
+@pytest.fixture
+def group(forks, tmp_path):
+    """`group(requests, policy=...)` -> what each rank says at the end."""
+    (tmp_path / "config.json").write_text(json.dumps(SIZES | MIXTURE))
+
+    def run(requests, *, policy="cosched", num_ranks=2, switches=(), **task):
+        chosen = FLAGS | {"--tp": str(num_ranks), "--dp": "2", "--nccl-port": str(free_port())}
+        flags = ["--model-path", str(tmp_path), "--load-format", "dummy", "--enable-dp-attention"]
+        flags += [text for pair in chosen.items() for text in pair]
+        flags += ["--dist-timeout", "60"]  # of ranks that wait for each other
+        flags += [*switches, *(() if policy == "sglang" else ("--enable-mixed-chunk",))]
+        task |= {
+            "flags": flags,
+            "config": {"policy": policy, "strict": True},
+            "requests": requests,
+            "num_ranks": num_ranks,
+        }
+        path = tmp_path / "task.json"
+        path.write_text(json.dumps(task))
+        with ThreadPoolExecutor(num_ranks) as threads:
+            ran = [
+                threads.submit(forks.run, RUN, str(rank), str(path), env=BINDING)
+                for rank in range(num_ranks)
+            ]
+            done = [one.result() for one in ran]
+        assert not any(one.returncode for one in done), "\n".join(
+            one.stderr[-3000:] for one in done
+        )
+        told = [json.loads(one.stdout.splitlines()[-1]) for one in done]
+        assert all(one["free"] == one["total"] for one in told)
+        assert len({one["iterations"] for one in told}) == 1
+        return told
+
+    return run
+
+
+def outputs(told):
+    return {rid: ids for one in told for rid, ids in one["outputs"].items()}
+
+
+@pytest.mark.parametrize(("policy", "num_ranks"), [("cosched", 2), ("hygen", 2), ("cosched", 4)])
+def test_the_same_tokens_as_stock_with_preemptions(group, policy, num_ranks):
+    """With 4 ranks two share the requests of each rank of DP attention."""
+    requests = traffic(NUM_REQUESTS)
+    expected = outputs(group(requests, policy="sglang", num_ranks=num_ranks))
+    told = group(requests, policy=policy, num_ranks=num_ranks, stops=0.2)
+    assert len(expected) == NUM_REQUESTS
+    assert outputs(told) == expected
+    sources = told[:: num_ranks // 2]
+    for one in sources:
+        state = one["state"]
+        assert state["num_preemptions"] > 0 and state["offline_prefill_tokens"] > 0
+        assert not state["num_safe_plans"] and not state["failures"]
+        assert one["observed"] > 0
+
+
+def test_one_rank_has_nothing_to_do(group):
+    requests = traffic(NUM_REQUESTS, ranks=(1,))
+    told = group(requests)
+    assert {rid: len(ids) for rid, ids in outputs(told).items()} == {
+        rid: number for one in requests for rid, _, number, _, _ in one
+    }
+    assert [one["observed"] > 0 for one in told] == [False, True]
+
+
+def test_aborts_and_pauses_of_offline_work(group):
+    requests = traffic(NUM_REQUESTS)
+    aborts = [[[rid, moment + 2] for rid, *_, moment in one[::3]] for one in requests]
+    limits = [[[{"paused": True, "stop_running": True}, 5], [{}, 60]]] * 2
+    told = group(requests, aborts=aborts, limits=limits)
+    ends = {rid: end for one in told for rid, end in one["ends"].items()}
+    assert len(ends) == NUM_REQUESTS
+    gone = {rid for one in aborts for rid, _ in one}
+    assert all(end == "length" for rid, end in ends.items() if rid not in gone)
