@@ -145,7 +145,7 @@ def _answer(said: dict) -> Answer:
     return Answer("planned", ())
 
 
-_IN_SHORT = ("sliding-window", "state-space", "DP attention", "prefill delayer")
+_IN_SHORT = ("sliding-window", "state-space", "prefill delayer")
 
 
 def _short(reason: str) -> str:

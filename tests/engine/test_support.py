@@ -48,7 +48,7 @@ CASES = {
     "stock": (GPT_OSS, ["--disable-radix-cache"], {"policy": "sglang"}),
     "two flags": (QWEN3, ["--disable-radix-cache", "--enable-pdmux"], {"policy": "hygen"}),
     "DP attention": (QWEN3, GROUP, {}),
-    "DP attention, other policy": (QWEN3, GROUP, {"policy": "echo"}),
+    "DP attention, other policy": (QWEN3, GROUP, {"policy": "sarathi"}),
     "prefill delayer": (QWEN3, [*GROUP, "--enable-prefill-delayer"], {}),
     "drafts": (QWEN3, ["--speculative-algorithm", "nextn", *DRAFT], {}),
     "drafts and host memory": (QWEN3, ["--speculative-algorithm", "EAGLE", *DRAFT, *HOST], {}),
