@@ -20,6 +20,7 @@ from tests.serving import start_server
 
 pytestmark = pytest.mark.server
 
+LONG = [f"{n} says hello there " * (30 + 4 * n) for n in range(9)]
 LIMITS = ("--max-running-requests", "4", "--chunked-prefill-size", "64")
 
 
@@ -68,7 +69,9 @@ def test_both_classes_decode_with_drafts(tiny_model, forks, algorithm):
         assert server.states()[0]["tokens_per_decode"] >= 1
 
 
-@pytest.mark.parametrize("strategy", ["no_buffer --disable-overlap-schedule", "extra_buffer"])
+@pytest.mark.parametrize(
+    "strategy", ["no_buffer --disable-overlap-schedule", "extra_buffer --tp 2"]
+)
 def test_both_classes_have_state_slots(tiny_model, tmp_path, forks, strategy):
     for path in tiny_model.iterdir():
         if path.suffix != ".safetensors":
@@ -79,6 +82,10 @@ def test_both_classes_have_state_slots(tiny_model, tmp_path, forks, strategy):
     flags += ("--max-mamba-cache-size", "20", "--max-total-tokens", "1200", *LIMITS)
     with start_server(tmp_path, *flags, forks=forks) as server:
         check_both_classes(server)
+        check_same_tokens(server, LONG, times=3)
+        kv = server.states()[0]["kv"]
+        assert kv["is_watched"]
+        assert kv["evicted_online"] + kv["evicted_offline"] > 1000
 
 
 def test_every_http_process_reads_the_class(tiny_model, forks):
@@ -118,8 +125,7 @@ def two_ranks(tiny_model, forks):
 def test_two_ranks_serve_both_classes_and_evict_the_same(two_ranks):
     check_both_classes(two_ranks)
     check_metrics(two_ranks.url, two_ranks.states()[0])
-    prompts = [f"{n} says hello there " * (30 + 4 * n) for n in range(9)]
-    check_same_tokens(two_ranks, prompts, times=3)
+    check_same_tokens(two_ranks, LONG, times=3)
     kv = two_ranks.states()[0]["kv"]
     assert kv["is_watched"]
     assert kv["evicted_online"] + kv["evicted_offline"] > 1000
@@ -128,8 +134,7 @@ def test_two_ranks_serve_both_classes_and_evict_the_same(two_ranks):
 def test_two_ranks_keep_the_same_contexts_in_host_memory(tiny_model, forks):
     flags = ("--tp", "2", "--enable-hierarchical-cache", "--max-total-tokens", "1200")
     with start_server(tiny_model, *flags, *LIMITS, forks=forks) as server:
-        prompts = [f"{n} says hello there " * (30 + 4 * n) for n in range(9)]
-        check_same_tokens(server, prompts, times=4)
+        check_same_tokens(server, LONG, times=4)
         kv = server.states()[0]["kv"]
         assert kv["is_watched"]
         assert kv["host"]["demoted"] > 1000 and kv["host"]["to_device"] > 0, kv
