@@ -69,7 +69,8 @@ def admit_best(
         best = choose(builder, order, fitting, benefit, seconds)
         request, match = best.request, best.match
         # What was admitted since it was looked at may leave it less.
-        if not builder.admit(request, match, admission_tokens(builder, pace, request, match)):
+        at_most = admission_tokens(builder, pace, request, match, order)
+        if not builder.admit(request, match, at_most):
             search.refuse(request)
             continue
         benefit += builder.prefill[request.rid] + match.cached
@@ -119,7 +120,7 @@ class _Search:
     def _look_at(self, request: Request, bucket: int, seconds: float) -> Candidate | None:
         builder, ledger = self._builder, self._builder.ledger
         match = builder.view.match(request)
-        at_most = admission_tokens(builder, self._pace, request, match)
+        at_most = admission_tokens(builder, self._pace, request, match, self._order)
         reason = (
             SkipReason.LATENCY_BUDGET
             if at_most <= 0

@@ -106,7 +106,8 @@ def admit_in_order(
             builder.skip(request, SkipReason.LATENCY_BUDGET)
             break
         match = builder.view.match(request)
-        if not builder.admit(request, match, admission_tokens(builder, pace, request, match)):
+        at_most = admission_tokens(builder, pace, request, match, order)
+        if not builder.admit(request, match, at_most):
             break
         num_admitted += 1
         follow(order, request, match.cached)
@@ -433,12 +434,25 @@ def offline_tokens(
     return 0 if builder.runs_anything() else _least(builder, request, remaining)
 
 
-def admission_tokens(builder: PlanBuilder, pace: Pace, request: Request, match: Match) -> int:
+def admission_tokens(
+    builder: PlanBuilder,
+    pace: Pace,
+    request: Request,
+    match: Match,
+    order: OfflineOrder | None = None,
+) -> int:
     """Prompt tokens with which an offline request may be admitted; the last one for which there is
-    a slot may stay unfinished."""
+    a slot may stay unfinished. With state slots the first chunk ends where the prompt parts from
+    those of others of `order`: they find a checkpoint there."""
     ledger = builder.ledger
     is_last = ledger.slots == 1 and ledger.unfinished > 0
-    return offline_tokens(builder, pace, request, match.cached, is_last=is_last)
+    at_most = offline_tokens(builder, pace, request, match.cached, is_last=is_last)
+    can_end = ledger.unfinished > 0 and request.traits.can_cut
+    if order is not None and builder.view.states is not None and can_end:
+        num_shared = order.num_shared(request) - match.cached
+        if LEAST_SHARED <= num_shared < at_most:
+            return num_shared
+    return at_most
 
 
 def _least(builder: PlanBuilder, request: Request, remaining: int) -> int:

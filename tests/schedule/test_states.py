@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from cosched.core.estimates import LengthEstimate
 from cosched.core.plan import SkipReason
 from cosched.core.view import Match, StateSlots
+from cosched.pool.pool import ArrivalOrder
 from cosched.schedule.ledger import Ledger
 from cosched.schedule.preemption import num_lost, should_finish
 from tests.factories import FakeView, Linear, decoding, make_caps, offline, online
@@ -51,6 +52,35 @@ def test_an_online_request_takes_the_slots_of_offline_ones(policy):
     plan = plan_of(policy, view)
     assert plan.prefill.keys() == {"on"}
     assert {p.rid for p in plan.preempt} == {"off1", "off2"}, "two slots of the youngest"
+
+
+class Sharing(ArrivalOrder):
+    """Each request shares 300 tokens with another."""
+
+    def num_shared(self, request):
+        return 300
+
+
+class Pool(list):
+    def order(self):
+        return Sharing(iter(self))
+
+
+@pytest.mark.parametrize("policy", ["cosched", "hygen"])
+@pytest.mark.parametrize(
+    ("num_cached", "num_tokens"), [(0, 300), (250, 150), (300, 100)], ids=["cut", "short", "past"]
+)
+def test_a_chunk_ends_where_prompts_part(policy, num_cached, num_tokens):
+    """The others find a checkpoint there; a few tokens are not worth a chunk."""
+    view = FakeView(
+        caps=CAPS,
+        offline=Pool([offline("off", 400)]),
+        states=StateSlots(free=9),
+        cached={"off": Match(cached=num_cached, evictable=0)},
+    )
+    assert plan_of(policy, view).prefill == {"off": num_tokens}
+    plain = replace(view, caps=make_caps(), states=None)
+    assert plan_of(policy, plain).prefill == {"off": 400 - num_cached}
 
 
 @pytest.mark.parametrize("policy", ["cosched", "hygen"])
