@@ -82,7 +82,7 @@ INTERNALS: Mapping[str, tuple[str, ...]] = {
             match_prefix ongoing_load_back ongoing_write_through page_size protected_size
             ready_to_load_host_cache req_to_token_pool root_node_handle session
             sliding_window_size supports_mamba supports_swa swa_evictable_size swa_retain_window
-            token_to_kv_pool_allocator tree_components tree_core unlock writing_check
+            token_to_kv_pool_allocator touch_prefix tree_components tree_core unlock writing_check
         """,
         "mem_cache.allocator.swa.SWATokenToKVPoolAllocator": """
             full_available_size size_swa swa_available_size

@@ -16,7 +16,8 @@ from typing import Any
 
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
-from cosched.engine.port.states import drop_unused
+from cosched.engine.port.memory import touch
+from cosched.engine.port.states import drop_unused, has_states
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +142,9 @@ def build_prefill(
     waiting queue is unchanged.
     """
     waiting, chunk_size = scheduler.waiting_queue, scheduler.chunked_prefill_size
+    if has_states(scheduler.tree_cache):
+        for req in candidates:  # none loses its checkpoint to the slots of another one
+            touch(scheduler.tree_cache, req)
 
     def build(running_batch: Any) -> tuple[Any, Any]:
         running_batch.batch_is_full = False  # a cached result of an earlier plan

@@ -286,6 +286,11 @@ def find(tree: Any, req: Any) -> Found:
     )
 
 
+def touch(tree: Any, req: Any) -> None:
+    """Count as a use of what `peek` finds of a waiting request: SGLang evicts it later."""
+    tree.touch_prefix(lookup_key(req))
+
+
 def num_in_session(tree: Any, req: Any) -> int | None:
     """Tokens that a streaming session keeps for its next request (`find_active_slot`); None: its
     cached tokens are in the tree."""
