@@ -68,6 +68,7 @@ _OWN = (
         longest_first=False,
     ),
     _cosched("cosched-notimeline", "cosched with memory by SGLang's ratio", timeline=False),
+    _cosched("cosched-mixing", "cosched with drafts given up for every prefill", turns=False),
     _cosched("cosched-early", "cosched with each iteration planned an iteration ahead", early=True),
 )
 

@@ -84,7 +84,9 @@ class RunningTable:
         self._page_size = page_size
         self._decode_reserve = decode_reserve
         self.tokens_per_decode = 1.0
-        """Moving average: tokens of an online request in an iteration without prefills."""
+        """Moving average: tokens of an online request in an iteration without prefills; until one
+        has had such an iteration, of any request."""
+        self._knows_online_tokens = False
         self._generations = generations
         self._read = np.full(num_rows, _NONE, dtype=np.int64)
         """With which of them each row was read."""
@@ -110,11 +112,17 @@ class RunningTable:
         num_output = np.array(port.num_outputs(batch.reqs), dtype=np.int64)
         if self._decode_reserve > 1 and not port.num_prefills(batch):
             generated = num_output - self._columns[_Column.OUTPUT, rows]
-            generated = generated[(self._columns[_Column.OFFLINE, rows] == 0) & (generated > 0)]
-            if len(generated):
-                change = float(generated.mean()) - self.tokens_per_decode
-                self.tokens_per_decode += _NEWEST_SHARE * change
+            is_online = self._columns[_Column.OFFLINE, rows] == 0
+            self._learn_tokens(generated[is_online & (generated > 0)], is_online=True)
+            self._learn_tokens(generated[generated > 0], is_online=False)
         self._columns[_Column.OUTPUT, rows] = num_output
+
+    def _learn_tokens(self, generated: Any, *, is_online: bool) -> None:
+        if len(generated) and (is_online or not self._knows_online_tokens):
+            self._knows_online_tokens = is_online
+            self.tokens_per_decode += _NEWEST_SHARE * (
+                float(generated.mean()) - self.tokens_per_decode
+            )
 
     def promise(
         self, plan: Plan, waiting: WaitingQueue, batch: Any, unfinished: Any | None

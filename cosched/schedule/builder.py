@@ -44,6 +44,8 @@ class PlanBuilder:
         self.skipped: dict[str, SkipReason] = {}
         self.hosts: dict[str, Hosting] = {}
         self._preempted: dict[str, Preemption] = {}
+        self.counts_all_decodes = False
+        """The ledger has the time of all decodes (`count_fixed_decodes`)."""
 
     def fork(self) -> PlanBuilder:
         """A copy for a trial. O(requests in the plan)."""
@@ -56,7 +58,16 @@ class PlanBuilder:
         other.skipped = self.skipped.copy()
         other.hosts = self.hosts.copy()
         other._preempted = self._preempted.copy()
+        other.counts_all_decodes = self.counts_all_decodes
         return other
+
+    def count_fixed_decodes(self) -> None:
+        """Count the time of the offline decodes, if none of them can pause: they run whatever else
+        the iteration does, unless they are preempted."""
+        view = self.view
+        if not view.rules.partial and not view.caps.shared_prefix:
+            self.counts_all_decodes = True
+            self.ledger.add_decodes(view.running_of(RequestClass.OFFLINE).contexts)
 
     def running_of(self, request_class: RequestClass) -> Decodes:
         """Running requests of one class that are not preempted, paused ones included."""
@@ -219,6 +230,8 @@ class PlanBuilder:
             del self.hosts[guest]
         self._preempted[request.rid] = Preemption(rid=request.rid, mode=mode)
         self.ledger.refund_preemption(request)
+        if self.counts_all_decodes and request not in self.view.unfinished:
+            self.ledger.drop_decode(request.num_computed_tokens + 1)
 
     def exchange(self, out: Request, into: Request, at_most: int | None = None) -> bool:
         """Pause a running request in favour of another: a paused one decodes, a waiting one is

@@ -14,7 +14,7 @@ Bad          a long prompt makes way for several short ones, and once late it wa
              order of arrival.
 Parameters   TTFT and TPOT targets [s], per request or the server's; `Budgets` in `base`.
 
-Of an iteration, in three modules
+Of an iteration, in four modules
 
 1. What chat needs of it (`deadlines`): the time that the next tokens of running online requests
    leave. A request that cannot meet its TPOT target any more does not bound the iteration.
@@ -31,6 +31,7 @@ Of an iteration, in three modules
    shared prefix. A job ends when its last reply ends. Prompts are computed one after the other and
    replies beside each other: a machine with delivery times, where the longest delivery goes first
    (Jackson 1955), and of equal deliveries the shortest work (Smith 1956).
+4. With speculative decoding, whether decodes run alone or with prefills (`turns`).
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ from cosched.schedule.forecast import KvForecast
 from cosched.schedule.online_order import LATE_TURN, OnlineOrder, by_feasibility
 from cosched.schedule.phases import LEAST_SHARED, Steps, shortest_first, two_phases
 from cosched.schedule.time_budget import TimeBudget
+from cosched.schedule.turns import Turn, next_turn
 
 GAPS = 3.0
 """Most time between two tokens of an online request [TPOT targets]."""
@@ -65,10 +67,12 @@ class Past(msgspec.Struct, frozen=True, kw_only=True):
 
     num_due  online requests admitted in time since the last late one
     rid      the late request that comes first until it has its first token; "": none
+    idle_s   what offline prefills' waiting for company has cost (`Turn`) [s]
     """
 
     num_due: int = 0
     rid: str = ""
+    idle_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,12 +83,14 @@ class CoschedOptions:
     gap_cap   no iteration beside online decodes is longer than `GAPS` allow
     longest_first  offline requests by their expected replies; False: in the pool's order
     timeline  memory is set aside by the expected lengths of outputs, not by the engine's ratio
+    turns     with drafts offline prefills wait for company; False: they mix with every decode
     """
 
     feasible: bool = True
     gap_cap: bool = True
     longest_first: bool = True
     timeline: bool = True
+    turns: bool = True
 
 
 _ALL = CoschedOptions()
@@ -110,30 +116,51 @@ class CoschedPolicy:
         behind = [r for r in order.late if r.rid != turn]
         if ahead or order.due:
             _preempt_unfinished(builder, behind)
-        budget = self._time_budget(deadlines, order, view)
+        offline_s = self._offline_s(deadlines, order, view)
+        budget = self._time_budget(deadlines, order, view, offline_s)
+        rest = Turn(alone=False)
+        if options.turns:
+            rest = next_turn(builder, deadlines, order, offline_s=offline_s, idle_s=state.idle_s)
         unfinished = {request.rid for request in view.unfinished}
         waiting = [r for r in (*ahead, *order.due, *behind) if r.rid not in unfinished]
         two_phases(
-            builder, budget, self._steps, waiting=waiting, before_offline=budget.begin_offline
+            builder,
+            budget,
+            self._steps,
+            waiting=waiting,
+            before_offline=budget.begin_offline,
+            decodes_alone=rest.alone,
         )
         plan = builder.build(limits=budget.limits(), late=order.newly_late)
         begun = plan.prefill.keys() - unfinished
         num_due = state.num_due + sum(request.rid in begun for request in order.due)
         if not order.late or any(request.rid in plan.prefill for request in order.late):
             num_due = 0
-        return plan, Past(num_due=min(num_due, LATE_TURN), rid=turn)
+        idle_s = 0.0 if plan.prefill else rest.idle_s
+        return plan, Past(num_due=min(num_due, LATE_TURN), rid=turn, idle_s=idle_s)
 
     def needs(self, view: View) -> RankNeeds:
         deadlines, order = self._look(PlanBuilder(view))
-        return deadlines.needs(self._time_budget(deadlines, order, view))
+        offline_s = self._offline_s(deadlines, order, view)
+        return deadlines.needs(self._time_budget(deadlines, order, view, offline_s))
 
     def _look(self, builder: PlanBuilder) -> tuple[Deadlines, OnlineOrder]:
         deadlines = Deadlines(builder, self._settings, give_up=self._options.feasible)
+        deadlines.keep_pace(self._steps.victims)
         if self._options.feasible:
             return deadlines, by_feasibility(builder.view, deadlines)
         return deadlines, OnlineOrder([*online_prefills(builder.view)], [], {})
 
-    def _time_budget(self, deadlines: Deadlines, order: OnlineOrder, view: View) -> TimeBudget:
+    def _offline_s(self, deadlines: Deadlines, order: OnlineOrder, view: View) -> float:
+        """Most time of an iteration with offline work [s]."""
+        prefills = deadlines.prefill_slacks(order.due)
+        # After decodes alone there is slack for long prefills, which pay the cost of mixing once.
+        burst = GAPS if self._options.turns and view.tokens_per_decode > 1 else None
+        return min(deadlines.offline_s(prefills, burst=burst), deadlines.idle_s(prefills))
+
+    def _time_budget(
+        self, deadlines: Deadlines, order: OnlineOrder, view: View, offline_s: float
+    ) -> TimeBudget:
         """What chat needs of the iteration, and what offline work may take of it."""
         slacks, headroom = deadlines.slacks, view.tolerance_headroom
         prefills = deadlines.prefill_slacks(order.due)
@@ -150,7 +177,7 @@ class CoschedPolicy:
         return deadlines.budget(
             prefills,
             online_s=online_s,
-            offline_s=min(deadlines.offline_s(prefills), deadlines.idle_s(prefills)),
+            offline_s=offline_s,
             most_s=most_s,
             headroom=headroom,
         )

@@ -37,7 +37,7 @@ holds its KV for longer, and new requests wait for it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import islice
 from typing import NamedTuple
@@ -58,7 +58,9 @@ class Deadlines:
     builder's ledger.
 
     slacks   of their next tokens
-    alone_s  expected time of an iteration of these decodes, and of other ranks' decodes [s]
+    alone_s  expected time of an iteration of these decodes alone, of other ranks' decodes, and of
+             offline ones where those cannot pause [s]
+    token_s  the same for one token of each [s]
     """
 
     def __init__(
@@ -72,17 +74,51 @@ class Deadlines:
         _, contexts = view.running_of(RequestClass.ONLINE)
         ledger.add_decodes(contexts)
         self._margin = 1 + view.predictor.margin
-        self._predicted_s = ledger.seconds()
-        self._own_s = self._predicted_s / self._margin
-        self.alone_s = max(self._own_s, view.others.alone_s / self._margin)
-        self._token_s = self.alone_s / view.tokens_per_decode
+        self._others_s = view.others.alone_s / self._margin
+        own_s = max(ledger.seconds() / self._margin, self._others_s)
+        self._online_token_s = own_s / view.tokens_per_decode
         self.slacks = _decode_slacks(
             view,
             settings.slo,
             settings.budgets.aim,
             view.predictor,
-            alone_s=self.alone_s if give_up else None,
+            token_s=self._online_token_s if give_up else None,
         )
+        builder.count_fixed_decodes()
+        self._count()
+
+    def _count(self) -> None:
+        self._predicted_s = self._builder.ledger.seconds()
+        self._own_s = self._predicted_s / self._margin
+        self.alone_s = max(self._own_s, self._others_s)
+        self.token_s = self.alone_s / self._builder.view.tokens_per_decode
+
+    @property
+    def gains(self) -> bool:
+        """Decodes alone get ahead of the targets of online requests."""
+        return not self.slacks.contexts or self.token_s < self._most_token_s
+
+    @property
+    def _most_token_s(self) -> float:
+        return self._settings.budgets.aim * self.slacks.tpot_s
+
+    def keep_pace(self, victims: Callable[[PlanBuilder], Iterable[Request]]) -> None:
+        """Preempt offline requests whose decodes cannot pause and would make online ones late,
+        until these get ahead."""
+        builder = self._builder
+        is_late = self.slacks.aimed_s < self.alone_s and not self.gains
+        if (
+            not builder.counts_all_decodes
+            or not is_late
+            or self._online_token_s > self._most_token_s
+        ):
+            return
+        for victim in victims(builder):
+            if victim not in builder.view.unfinished:
+                builder.preempt(victim)
+                self._count()
+                if self.gains:
+                    break
 
     @property
     def borrowed_s(self) -> float:
@@ -108,13 +144,13 @@ class Deadlines:
         behind_s = within_s - max(self.borrowed_s, 0.0)
         if behind_s <= 0:
             return within_s
-        return max(within_s - behind_s * self._token_s / self.slacks.tpot_s, 0.0)
+        return max(within_s - behind_s * self.token_s / self.slacks.tpot_s, 0.0)
 
     def sure_prefill_time_s(self, within_s: float) -> float:
         """The same if decodes that are behind also catch up, and the last iteration is theirs."""
         within_s -= self._builder.view.mean_iteration_s / 2
         behind_s = max(within_s - self.borrowed_s, 0.0)
-        return within_s - behind_s * self._token_s / self.slacks.tpot_s - self.alone_s
+        return within_s - behind_s * self.token_s / self.slacks.tpot_s - self.alone_s
 
     def most_prefill_time_s(self, within_s: float) -> float:
         """The same if decodes wait. A little more is allowed, since it is an estimate."""
@@ -127,7 +163,7 @@ class Deadlines:
 
         prefills  by deadline: time that each takes, and time until its deadline [s]
         """
-        tpot_s, alone_s = self.slacks.tpot_s, self._token_s
+        tpot_s, alone_s = self.slacks.tpot_s, self.token_s
         won_s = tpot_s - alone_s
         if won_s <= 0:
             return math.inf
@@ -204,12 +240,12 @@ class Deadlines:
         """The same where no decode is to be late for a first token [s]."""
         return max(self.slacks.aimed_s, _beside_s(self.alone_s, self.slacks.tpot_s))
 
-    def offline_s(self, prefills: PrefillSlacks) -> float:
-        """Time of an iteration with offline work [s]."""
+    def offline_s(self, prefills: PrefillSlacks, *, burst: float | None = None) -> float:
+        """Time of an iteration with offline work [s]. burst: in place of `Budgets.burst`."""
         slacks, budgets = self.slacks, self._settings.budgets
         if not slacks.contexts and math.isinf(prefills.least_s):
             return self.idle_s(prefills)
-        burst_s = budgets.burst * slacks.tpot_s
+        burst_s = (budgets.burst if burst is None else burst) * slacks.tpot_s
         crowded_s = slacks.tpot_s * _kv_share(
             self._builder.view, slacks.contexts, budgets.crowded_share
         )
@@ -247,7 +283,12 @@ class Deadlines:
             most_s = math.inf
         beside = None
         if headroom is None and _may_cut_online(view, prefills.least_s, self._settings.slo):
-            beside = self._builder.reads_of(view.running_of(RequestClass.OFFLINE))
+            builder = self._builder
+            beside = (
+                ()
+                if builder.counts_all_decodes
+                else builder.reads_of(view.running_of(RequestClass.OFFLINE))
+            )
         return TimeBudget(
             view.predictor,
             self._builder.ledger,
@@ -345,11 +386,11 @@ class _DecodeSlacks(NamedTuple):
 
 
 def _decode_slacks(
-    view: View, default: Slo, aim: float, predictor: Predictor, *, alone_s: float | None
+    view: View, default: Slo, aim: float, predictor: Predictor, *, token_s: float | None
 ) -> _DecodeSlacks:
-    """alone_s: time of an iteration of these decodes alone [s]. Requests that are expected to miss
-    their targets at that pace do not count, nor those that are behind and cannot catch up beside
-    prefills. None: all requests count."""
+    """token_s: time of one token of each of these decodes alone [s]. Requests that are expected to
+    miss their targets at that pace do not count, nor those that are behind and cannot catch up
+    beside prefills. None: all requests count."""
     start_s = view.start_s
     shortest_s: float | None = None
     default_tpot_s = least_tpot_s = _target(default.tpot_s, None)
@@ -368,12 +409,12 @@ def _decode_slacks(
         since_first_s = 0.0 if first_s is None else start_s - first_s
         allowed_s = tpot_s * (context - request.num_prompt_tokens)
         slack_s, aimed_slack_s = allowed_s - since_first_s, aim * allowed_s - since_first_s
-        if alone_s is not None:
+        if token_s is not None:
             if slack_s < 0:
-                catch_up_s = min(_beside_s(alone_s, tpot_s), view.mean_iteration_s)
+                catch_up_s = min(_beside_s(token_s, tpot_s), view.mean_iteration_s)
                 if -slack_s > view.length(request).upper * (tpot_s - catch_up_s):
                     continue
-            if alone_s > tpot_s and slack_s < view.length(request).median * (alone_s - tpot_s):
+            if token_s > tpot_s and slack_s < view.length(request).median * (token_s - tpot_s):
                 continue
         least_tpot_s = min(least_tpot_s, tpot_s)
         if slack_s < least_s:

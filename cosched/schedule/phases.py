@@ -149,13 +149,14 @@ def two_phases(
     *,
     waiting: Iterable[Request] | None = None,
     before_offline: Callable[[], None] = lambda: None,
+    decodes_alone: bool = False,
 ) -> None:
     """Fill a plan. The builder's ledger has the running online requests' decodes already. waiting:
     online requests in the order of admission; None: oldest first. before_offline: called when all
-    online work is in."""
+    online work is in. decodes_alone: no prefills, if any request decodes."""
     preempt_beyond_limit(builder, steps)
     make_room_for_decodes(builder, steps)
-    if must_decode(builder):
+    if must_decode(builder) or (decodes_alone and builder.decodes_any()):
         before_offline()
         _decode_offline(builder, pace, steps)
         return
@@ -257,7 +258,7 @@ def _admit_beside(
 def continue_online(builder: PlanBuilder, pace: Pace, steps: Steps, request: Request) -> None:
     """Continue an unfinished online prefill, preempting offline requests if that makes it fit."""
     at_most = _online_tokens(builder, pace, request, request.num_computed_tokens)
-    if builder.ledger.continuation(request, at_most=at_most) <= 0:
+    if at_most > 0 and builder.ledger.continuation(request, at_most=at_most) <= 0:
         for victim in steps.victims(builder):
             builder.preempt(victim)
             if builder.ledger.continuation(request, at_most=at_most) > 0:
@@ -306,6 +307,8 @@ def _victims_for(
 
 def _decode_offline(builder: PlanBuilder, pace: Pace, steps: Steps) -> None:
     """Running offline requests decode while they fit; the decode of the others pauses."""
+    if builder.counts_all_decodes:
+        return
     decodes = builder.running_of(RequestClass.OFFLINE)
     running, reads = decodes.requests, builder.reads_of(decodes)
     if builder.view.rules.partial:
