@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.engine.shutdown import EXIT_CODE
 from tests.batch.api import Api
+from tests.engine.test_models import SIZES, WINDOWS
 from tests.engine.test_states import MODEL as HYBRID
 from tests.request_lines import line
 from tests.server.poisoned import FAILS, LEAKS
@@ -69,23 +70,33 @@ def test_both_classes_decode_with_drafts(tiny_model, forks, algorithm):
         assert server.states()[0]["tokens_per_decode"] >= 1
 
 
+STATE_SLOTS = ("--max-mamba-cache-size", "20", "--mamba-radix-cache-strategy")
+
+
 @pytest.mark.parametrize(
-    "strategy", ["no_buffer --disable-overlap-schedule", "extra_buffer --tp 2"]
+    ("model", "flags"),
+    [
+        (HYBRID, (*STATE_SLOTS, "no_buffer", "--disable-overlap-schedule")),
+        (HYBRID, (*STATE_SLOTS, "extra_buffer", "--tp", "2")),
+        (SIZES | WINDOWS, ("--swa-full-tokens-ratio", "0.3")),
+        (SIZES | WINDOWS, ("--swa-full-tokens-ratio", "0.3", "--tp", "2")),
+    ],
+    ids=["state slots", "state slots, two ranks", "windows", "windows, two ranks"],
 )
-def test_both_classes_have_state_slots(tiny_model, tmp_path, forks, strategy):
+def test_both_classes_have_a_memory_beside_the_kv(tiny_model, tmp_path, forks, model, flags):
     for path in tiny_model.iterdir():
         if path.suffix != ".safetensors":
             shutil.copy(path, tmp_path)
     vocabulary = json.loads((tiny_model / "config.json").read_text())["vocab_size"]
-    (tmp_path / "config.json").write_text(json.dumps(HYBRID | {"vocab_size": vocabulary}))
-    flags = ("--load-format", "dummy", "--mamba-radix-cache-strategy", *strategy.split())
-    flags += ("--max-mamba-cache-size", "20", "--max-total-tokens", "1200", *LIMITS)
+    (tmp_path / "config.json").write_text(json.dumps(model | {"vocab_size": vocabulary}))
+    flags = ("--load-format", "dummy", "--max-total-tokens", "1200", *flags, *LIMITS)
     with start_server(tmp_path, *flags, forks=forks) as server:
         check_both_classes(server)
         check_same_tokens(server, LONG, times=3)
         kv = server.states()[0]["kv"]
         assert kv["is_watched"]
         assert kv["evicted_online"] + kv["evicted_offline"] > 1000
+        assert server.states()[0]["num_engine_refusals"] == 0
 
 
 def test_every_http_process_reads_the_class(tiny_model, forks):

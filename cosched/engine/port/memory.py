@@ -175,9 +175,11 @@ def gain_of_stopping(tree: Any, req: Any) -> Tokens:
 
 def num_own_in_window(req: Any) -> int:
     """Tokens of its output that it holds in the pool of windows, outside the radix tree."""
-    freed: int = req.kv.get_evicted_seqlen(ComponentType.SWA)
-    first = max(freed, req.kv.cache_protected_len, len(req.origin_input_ids))
-    return max(num_allocated(req) - int(first), 0)
+    kv = req.kv
+    allocated: int = kv.kv_allocated_len
+    freed: int = kv.get_evicted_seqlen(ComponentType.SWA)
+    protected: int = kv.cache_protected_len
+    return max(allocated - max(freed, protected, len(req.origin_input_ids)), 0)
 
 
 def _evictable(tree: Any) -> Tokens:

@@ -40,6 +40,9 @@ class Machine:
                           Times are those of the model without them
     acceptance            probability that a drafted token is right if those before it are
     acceptance_spread     most by which that of a request differs from it
+    window_tokens         size of sliding windows in half of the layers, whose KV has a pool of its
+                          own [tokens]; 0: no windows
+    window_kv_tokens      capacity of that pool [tokens]; default: 0.8 of the other one
     """
 
     model: str = "Llama-3.1-8B"
@@ -63,6 +66,8 @@ class Machine:
     state_slots: int = 0
     acceptance: float = 0.7
     acceptance_spread: float = 0.0
+    window_tokens: int = 0
+    window_kv_tokens: int | None = None
 
     def capacity(self) -> int:
         """KV tokens, whole pages."""
@@ -102,6 +107,8 @@ class Machine:
             flags += [STATES, str(self.state_slots)]
         if not self.overlap or self.drafts:
             flags.append("--disable-overlap-schedule")
+        if self.window_kv_tokens is not None:
+            flags += ["--swa-full-tokens-ratio", str(self.window_kv_tokens / capacity)]
         if not self.radix_cache:
             flags.append("--disable-radix-cache")
         if self.host_kv_tokens:

@@ -141,6 +141,8 @@ class MachineOptions:
     state_slots: Annotated[int, whole(0)] = 0
     acceptance: Annotated[float, number(gte=0, lte=1)] = _MACHINE.acceptance
     acceptance_spread: Annotated[float, number(gte=0, lte=1)] = 0.0
+    window_tokens: Annotated[int, whole(0)] = 0
+    window_kv_tokens: Count | None = None
 
 
 @explained_by(CostSpec)

@@ -251,6 +251,7 @@ def execute_requests(
                 prefix_reads=PrefixReads(spec.cost.prefix_reads),
                 host=host_time(spec.host_time, policy_entry(spec.setting.policy)),
                 acceptance=(machine.acceptance, machine.acceptance_spread),
+                window_tokens=machine.window_tokens,
             )
         except CoschedError:
             raise

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cosched.engine.identity import STANDS_FOR
+from cosched.lab.simulation import windows
 from cosched.lab.simulation.arrivals import VOCAB_SIZE
 from cosched.predict.profile_file import EngineIdentity
 
@@ -36,10 +37,15 @@ _STATES = {
 
 
 def write_model_config(
-    folder: Path, identity: EngineIdentity | None, flags: Sequence[str] = ()
+    folder: Path,
+    identity: EngineIdentity | None,
+    flags: Sequence[str] = (),
+    *,
+    window_tokens: int = 0,
 ) -> None:
     """A one-layer model without weights (SGLang fills them with ``--load-format dummy``), or one of
-    two layers where `flags` ask for state slots."""
+    two layers where `flags` ask for state slots. window_tokens: of a second layer, with sliding
+    windows; 0: there is none."""
     config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -57,6 +63,7 @@ def write_model_config(
         "eos_token_id": EOS_ID,
         "tie_word_embeddings": True,
         "torch_dtype": "bfloat16",
+        **windows.config_of(window_tokens),
     }
     if STATES in flags:
         config |= _STATES

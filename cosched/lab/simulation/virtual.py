@@ -46,6 +46,7 @@ from cosched.lab.simulation.host_time import HostTime, Load, NoHostTime
 from cosched.lab.simulation.request_state import ComputedPrefixes, RequestState
 from cosched.lab.simulation.tiny_model import EOS_ID, draft_model_flags, write_model_config
 from cosched.lab.simulation.virtual_host import VirtualTransfers
+from cosched.lab.simulation.windows import seen_through
 from cosched.memory.occupancy import HostOccupancy, KvOccupancy
 from cosched.predict.fitted import GraphSizes
 from cosched.predict.profile_file import EngineIdentity
@@ -126,11 +127,13 @@ class VirtualEngine:
         prefix_reads: PrefixReads = PrefixReads.EACH,
         host: HostTime | None = None,
         acceptance: tuple[float, float] = (0.0, 0.0),
+        window_tokens: int = 0,
     ) -> None:
         """identity: of the simulated engine, for a policy that starts from a profile of it.
         host_link: if the flags give it host memory. prefix_reads: those of the cost model. host:
         None: the host takes no time. acceptance: of drafted tokens, if the flags ask for
-        speculative decoding: mean and spread (`acceptance_of`)."""
+        speculative decoding: mean and spread (`acceptance_of`),
+        window_tokens: of sliding windows in half of the layers; 0: none."""
         self._host = host or NoHostTime()
         self.clock = VirtualClock(self._host.after_wait_s)
         self.records: list[RequestRecord] = []
@@ -143,6 +146,7 @@ class VirtualEngine:
         self.num_finished_offline = 0
         self._cost_model = cost_model
         self._acceptance = acceptance
+        self._window_tokens = window_tokens
         self._sources: Sequence[Source] = ()
         self._following: dict[str, RequestState] = {}
         self._num_prompt_tokens = 0
@@ -156,7 +160,7 @@ class VirtualEngine:
             tempfile.TemporaryDirectory(prefix="cosched-model-") as folder,
             assuming_one_reading(prefix_reads is PrefixReads.ONCE),
         ):
-            write_model_config(Path(folder), identity, flags)
+            write_model_config(Path(folder), identity, flags, window_tokens=window_tokens)
             self.local = LocalEngine(
                 [
                     *("--model-path", folder, "--load-format", "dummy"),
@@ -357,7 +361,8 @@ class VirtualEngine:
         if self._prefixes is not None:
             shape = with_repeated(shape, batch, self._prefixes)
         start_s = max(self.clock.now_s(), self.clock.device_done_s)
-        seconds = verified_s(shape, self._cost_model.iteration_s)
+        seen = seen_through(shape, self._window_tokens)
+        seconds = verified_s(seen, self._cost_model.iteration_s)
         if shape.num_loaded and self._transfers is not None:
             seconds = self._transfers.iteration_s(start_s, seconds)
         self.clock.device_done_s = start_s + seconds
