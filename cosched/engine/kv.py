@@ -149,7 +149,7 @@ class KvManager:
             core = RankedTreeCore(*watched)
         else:
             core = WatchedTreeCore(*watched)
-        core.has_states = port.has_states(cache)
+        core.beside = next(iter(cache.tree_components[1:]), None)
         core.watch(cache)
         return core
 

@@ -129,13 +129,13 @@ def why_sglang_evicts(resolved: Any, config: Config) -> str | None:
 
     if not config.named_kv().is_ours:
         return None
-    if model_config_of(resolved).is_hybrid_swa:
-        return "the radix tree keeps the KV of sliding windows by rules of its own"
     for name in ("enable_lmcache", "enable_flexkv"):
         if getattr(resolved, name):
             return f"{_flag(name)} replaces SGLang's radix tree"
     if not resolved.enable_hierarchical_cache:
         return None
+    if model_config_of(resolved).is_hybrid_swa:
+        return "host memory holds the KV of sliding windows too"
     if resolved.speculative_algorithm is not None:
         return "with drafts (--speculative-algorithm), host memory holds the draft model's KV too"
     if resolved.hicache_storage_backend is not None:

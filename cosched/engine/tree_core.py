@@ -11,9 +11,9 @@ differ, or if a step of the mirror fails, SGLang's own order is used until the s
 With EAGLE the keys of the engine's tree are pairs of neighbouring tokens. The mirror stores the
 second token of each pair, and the first token of all as part of the namespace (`place_of`).
 
-Where the tree also has checkpoints of states, SGLang evicts them by its LRU order, and a leaf with
-its checkpoint. KV is evicted in cosched's order: first what no checkpoint makes reusable any more.
-Trees with windows have other rules. Host memory: `cosched.engine.host_core`.
+Where the tree also has checkpoints of states or the KV of sliding windows, SGLang evicts these by
+its LRU order, and a leaf with its own. KV is evicted in cosched's order: first what no checkpoint,
+or no window, makes reusable any more. Host memory: `cosched.engine.host_core`.
 """
 
 from __future__ import annotations
@@ -48,10 +48,11 @@ logger = logging.getLogger(__name__)
 _LEAST_TAIL = 256
 """Fewest tokens that a node is split for, and fewest that are left of it."""
 
-_KNOWN = ((ComponentType.FULL,), (ComponentType.FULL, ComponentType.MAMBA))
-"""Kinds of memory that a tree manages."""
+_BESIDE = (ComponentType.MAMBA, ComponentType.SWA)
+"""Kinds of memory of which a tree may manage one beside the KV: checkpoints of states, and the KV
+of sliding windows."""
 
-_OWN = frozenset({"evicted", "has_states", "in_pairs", "is_off", "transferred"})
+_OWN = frozenset({"beside", "evicted", "in_pairs", "is_off", "transferred"})
 """Public attributes of the wrapper. Private ones are its own too; SGLang sets public ones of the
 core."""
 
@@ -63,17 +64,18 @@ def can_watch(scheduler: Any) -> bool:
     return (
         type(tree) is UnifiedRadixCache
         and not tree.disable
-        and tuple(tree.tree_components) in _KNOWN
+        and tree.tree_components[0] == ComponentType.FULL
+        and tuple(tree.tree_components[1:]) in ((), *((kind,) for kind in _BESIDE))
     )
 
 
 class WatchedTreeCore:
     """Takes the place of ``UnifiedRadixCache.tree_core``. See the docstring of the module.
 
-    in_pairs    the engine's keys are pairs of tokens
-    has_states  its nodes have checkpoints
-    is_off      SGLang's own order is used, because the mirror was wrong
-    evicted     tokens evicted since the start: ``all``, and by the uses of `KvOccupancy`
+    beside   the kind of memory that its nodes have beside the KV (`_BESIDE`); None: none
+    in_pairs the engine's keys are pairs of tokens
+    is_off   SGLang's own order is used, because the mirror was wrong
+    evicted  tokens evicted since the start: ``all``, and by the uses of `KvOccupancy`
     """
 
     def __init__(self, core: Any, tree: KvTree, leaves: Leaves) -> None:
@@ -83,9 +85,9 @@ class WatchedTreeCore:
         self._insert: Any = None
         self._quota = 0
         self._wanted: int | None = None
-        self.has_states = False
+        self.beside: ComponentType | None = None
         self._useless: list[int] = []
-        """Nodes that may be leaves without a checkpoint."""
+        """Nodes that may be leaves without a checkpoint, or without a window."""
         self.in_pairs = bool(core.is_eagle)
         self.is_off = False
         self.evicted: Counter[str] = Counter()
@@ -122,7 +124,7 @@ class WatchedTreeCore:
     def match_prefix(self, params: Any) -> Any:
         result = self._core.match_prefix(params)
         is_online = None if params.req is None else _is_online(params.req.priority)
-        if self.has_states:  # it may have split a node behind the last checkpoint
+        if self.beside is not None:  # it may have split a node behind what can be reused
             self._follow(params.key, self._core.match_full_device_prefix(params.key)[1], None)
         self._follow(params.key, self._end_of(result), is_online)
         return result
@@ -235,19 +237,18 @@ class WatchedTreeCore:
         return self._evict(node, num_evicted, keeps_head=node.rank[0] > 0)
 
     def _useless_leaf(self) -> KvNode | None:
-        """One without a checkpoint: no request will find it."""
+        """One without what makes it reusable: no request will find it."""
         while self._useless:
             node = self._tree.nodes.get(self._useless.pop())
-            if node is not None and node.is_leaf and not self._has_checkpoint(node):
+            if node is not None and node.is_leaf and not self._is_reusable(node):
                 return node
         return None
 
-    def _has_checkpoint(self, node: KvNode) -> bool:
-        value = self._core.get_component_device_value(node.node_id, ComponentType.MAMBA)
-        return value is not None
+    def _is_reusable(self, node: KvNode) -> bool:
+        return self._core.get_component_device_value(node.node_id, self.beside) is not None
 
     def _evict(self, node: KvNode, num_evicted: int, *, keeps_head: bool) -> Any:
-        if keeps_head and not self.has_states:
+        if keeps_head and self.beside is None:
             wanted = self._quota if self._wanted is None else self._wanted
             self._keep_head(node, wanted - num_evicted)
         return EvictDeviceNextNodeResult(node_id=node.node_id, made_progress=True)
@@ -270,7 +271,7 @@ class WatchedTreeCore:
                 node = self._tree.nodes[node_id]
                 self._count(node, num_tokens)
                 self._tree.evicted(node_id)
-                if self.has_states and node.parent is not None:
+                if self.beside is not None and node.parent is not None:
                     self._useless.append(node.parent.node_id)
         return result
 

@@ -255,11 +255,13 @@ class SchedulerView:
             else self._kv.kv_tree.evictable_from(node)
         )
         num_evictable = max(evictable - (num_pinned - num_tokens), 0)
-        if self._kv is None:
-            in_window = port.window_at(tree, found_here)
-            return Match(cached=num_tokens, evictable=num_evictable, in_window=in_window)
-        host = self._kv.num_on_host(request, node, num_tokens)
-        return Match(cached=num_tokens + host, evictable=num_evictable, host=host)
+        host = 0 if self._kv is None else self._kv.num_on_host(request, node, num_tokens)
+        return Match(
+            cached=num_tokens + host,
+            evictable=num_evictable,
+            host=host,
+            in_window=port.window_at(tree, found_here),
+        )
 
     def num_shared(self, request: Request) -> int:
         """Computed once for each class."""
@@ -294,7 +296,7 @@ class SchedulerView:
         gain = self._gains.get(request)
         if gain is None:
             req = _req(request)
-            if self._kv is None:
+            if self._kv is None or self.caps.window_tokens is not None:
                 gain = port.gain_of_stopping(self._scheduler.tree_cache, req)
             else:
                 (shared,) = self._kv.kv_tree.gains_of_release((port.last_node(req),))

@@ -88,16 +88,16 @@ class KvTree:
         is_inserted: bool = False,
     ) -> None:
         """The engine has put these tokens into its tree, or looked them up: nodes may be new, or
-        split where the tokens part from others.
+        split where the tokens part from others, or where a sliding window begins.
 
         path         from the root to where the tokens end now
         packed       token ids from a position to another, 4 bytes each
         is_online    class of the request that uses them now; None: it is no use
         is_inserted  all of it is on the device now
         """
-        first = len(path)
-        while first and not self._is_known(path[first - 1]):
-            first -= 1
+        first = 0
+        while first < len(path) and self._is_known(path[first]):
+            first += 1
         parent = self._root(namespace) if first == 0 else self.nodes[path[first - 1].node_id]
         for node_id, start, end in path[first:]:
             parent = self._enter(parent, node_id, start, end, namespace, packed)

@@ -17,6 +17,7 @@ from tests.engine.conftest import (
     assert_drained,
     random_traffic,
     view_now,
+    without_model,
 )
 from tests.engine.test_forced_stops import StoppingPolicy
 from tests.engine.test_models import SIZES, WINDOWS
@@ -283,3 +284,30 @@ def test_the_same_tokens_with_drafts(make, monkeypatch, tmp_path, model, algorit
     assert counters.num_preemptions > 0 or not mixes
     assert counters.num_engine_refusals == counters.num_safe_plans == 0
     assert_drained(engine)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_host_memory_holds_windows_too(make, page_size):
+    texts = prompts(NUM_REQUESTS)
+    expected = submit(make(WINDOWS, policy="sglang", mixed=False), texts)
+    small = {"max_total_tokens": 700, "swa_full_tokens_ratio": 0.4, "hicache_ratio": 4}
+    host = ("--enable-hierarchical-cache",)
+    engine = make(WINDOWS, policy="cosched", page_size=page_size, switches=host, **small)
+    controller = engine.scheduler.cosched
+    controller.use_policy(StoppingPolicy(controller.policy, PreemptMode.KEEP_KV, seed=3))
+    assert submit(engine, texts) == expected
+    assert controller.counters.num_engine_refusals == controller.counters.num_safe_plans == 0
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("seed", range(2))
+def test_kv_is_evicted_by_value(make, seed, page_size):
+    """The mirror of the tree follows nodes that SGLang splits where windows begin, and leaves that
+    go with their windows."""
+    small = {"max_total_tokens": 1000, "swa_full_tokens_ratio": 0.4, "max_running_requests": 6}
+    engine = without_model(make(WINDOWS, policy="cosched", page_size=page_size, **small))
+    controller = engine.scheduler.cosched
+    policy = StoppingPolicy(controller.policy, PreemptMode.KEEP_KV, seed=seed)
+    controller.use_policy(policy)
+    random_traffic(engine, seed, most_tokens=150)
+    assert policy.stopped and controller.kv.core.evicted["all"] > 2000
