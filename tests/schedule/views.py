@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from cosched.core.estimates import LengthEstimate
 from cosched.core.request import Traits
-from cosched.core.view import Match, StateSlots
+from cosched.core.view import Match, StateSlots, WindowKv
 from tests.factories import FakeView, decoding, make_caps, offline, online, prefilled
 
 
@@ -76,7 +76,14 @@ def views(draw):
         states = StateSlots(free=draw(st.sampled_from([6, 20])))
         under_way = (*running, *unfinished)
         checkpoints = {r.rid: r.num_computed_tokens // 2 for r in under_way if draw(st.booleans())}
+    window_kv = None
+    if draw(st.booleans()):
+        caps = replace(caps, window_tokens=48, window_slack=16)
+        free, evictable = draw(st.sampled_from([0, 160, 800])), draw(st.sampled_from([0, 400]))
+        reserved = draw(st.sampled_from([0, 100]))
+        window_kv = WindowKv(total=2000, free=free, evictable=evictable, reserved=reserved)
     return FakeView(
+        window_kv=window_kv,
         states=states,
         checkpoints=checkpoints,
         caps=caps,
