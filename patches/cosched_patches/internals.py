@@ -53,7 +53,9 @@ INTERNALS: Mapping[str, tuple[str, ...]] = {
         "mem_cache.memory_pool.HybridReqToTokenPool": """
             mamba_allocator mamba_ckpt_pool mamba_initial_tracking_slots
         """,
-        "mem_cache.allocator.mamba.MambaSlotAllocator": "free schedulable_available_size size",
+        "mem_cache.allocator.mamba.MambaSlotAllocator": """
+            alloc_group_end free schedulable_available_size size
+        """,
         "mem_cache.base_prefix_cache.DecLockRefParams": "skipped_lock_components",
         "mem_cache.unified_cache.unified_tree_core_interface.UnifiedTreeCoreInterface": """
             commit_backup commit_load_back dec_host_lock_ref demote drive_host_eviction
@@ -79,6 +81,7 @@ INTERNALS: Mapping[str, tuple[str, ...]] = {
             _execute_and_commit_kv_backup cache_controller dec_lock_ref disable enable_storage
             evict_for_alloc evictable_size flush_pending_backups has_free_load_back_slot
             host_memory_mode inc_lock_ref load_back load_back_threshold lock mamba_evictable_size
+            mamba_protected_size
             match_prefix ongoing_load_back ongoing_write_through page_size protected_size
             ready_to_load_host_cache req_to_token_pool root_node_handle session
             sliding_window_size supports_mamba supports_swa swa_evictable_size swa_retain_window

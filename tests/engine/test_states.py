@@ -10,9 +10,17 @@ import torch
 from cosched.core.plan import PreemptMode
 from cosched.engine import port
 from cosched.schedule.ledger import Ledger
-from tests.engine.conftest import OFFLINE, assert_drained, prompt, random_traffic, without_model
+from tests.engine.conftest import (
+    OFFLINE,
+    assert_drained,
+    outputs,
+    prompt,
+    random_traffic,
+    without_model,
+)
 from tests.engine.test_forced_stops import StoppingPolicy
 from tests.engine.test_models import SIZES
+from tests.engine.test_request_faults import POISONS, run_poisoned, submit_all
 from tests.engine.test_speculative import CHAIN, draft_from, prompts, submit
 
 NUM_REQUESTS = int(os.environ.get("COSCHED_STATES_REQUESTS", "24"))
@@ -191,6 +199,19 @@ def test_what_is_kept_is_found_again(make_hybrid, monkeypatch, strategy):
         assert set(shares) == {1.0} and not controller.counters.recomputed_tokens
     else:
         assert 0 < sum(shares) < len(shares)
+
+
+@pytest.mark.parametrize("strategy", [NO_BUFFER, {**PAGES, "overlap": True}], ids=["no", "extra"])
+@pytest.mark.parametrize("poison", POISONS.values(), ids=POISONS)
+def test_a_failed_iteration_is_taken_back(make_hybrid, monkeypatch, strategy, poison):
+    stock = make_hybrid(policy="sglang")
+    submit_all(stock)
+    stock.run_until_idle()
+    engine = make_hybrid(policy="hygen", **strategy)
+    replies = run_poisoned(engine, poison, monkeypatch)
+    assert replies.pop("poison").finish_reason == "abort"
+    assert {rid: r.output_ids for rid, r in replies.items()} == outputs(stock)
+    assert held_slots(engine.scheduler) == 0
 
 
 def test_a_refused_request_gives_its_slot_back(make_hybrid, monkeypatch):

@@ -145,7 +145,7 @@ def num_prefix(req: Any) -> int:
 
 def holds_memory(req: Any) -> bool:
     """Whether it holds a row, KV or a lock on the radix tree."""
-    return req.lock is not None or bool(req.kv.holds_kv)
+    return req.lock is not None or bool(req.kv.holds_kv or req.kv.holds_mamba)
 
 
 class Tokens(NamedTuple):
@@ -209,6 +209,8 @@ def release_whatever(tree: Any, req: Any) -> None:
     elif req.lock is not None:
         tree.unlock(req.lock)
         req.lock = None
+    if states.has_states(tree):
+        states.drop_unused(tree, req)
 
 
 # --- The radix tree ---

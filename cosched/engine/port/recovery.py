@@ -12,6 +12,7 @@ from sglang.srt.environ import envs
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 
 from cosched.engine import port
+from cosched.engine.port import states
 from cosched.engine.port.batch import wait_for
 from cosched.engine.port.scheduler import parallel, rank_group, waits_alone
 
@@ -19,13 +20,13 @@ _AGREE_S = 15.0  # time in which all tensor-parallel ranks must fail
 
 
 def can_take_back(scheduler: Any) -> bool:
-    """Whether iterations of this engine can be rolled back. Drafts, state-space layers, sliding
-    windows and pipeline stages have state that is not released here."""
+    """Whether iterations of this engine can be rolled back. Drafts, sliding windows and pipeline
+    stages have state that is not released here."""
     return (
         scheduler.spec_algorithm.is_none()
         and not scheduler.enable_hisparse
         and scheduler.dllm_config is None
-        and not (scheduler.is_hybrid_swa or scheduler.is_hybrid_ssm)
+        and not scheduler.is_hybrid_swa
         and waits_alone(scheduler)
     )
 
@@ -96,6 +97,7 @@ def take_back(scheduler: Any, failed: Any | None, admitted: Iterable[Any]) -> li
     allocator = scheduler.token_to_kv_pool_allocator
     if allocator.free_group is not None:
         allocator.free_group_end()
+    states.end_allocation(scheduler)
     batches = list(_batches(scheduler, failed))
     reqs = {id(req): req for batch in batches for req in batch.reqs}
     for req in (scheduler.chunked_req, *admitted):
@@ -187,23 +189,27 @@ def _wait_for_device(scheduler: Any) -> None:
 
 
 class MemoryUse(NamedTuple):
-    """KV tokens and request rows of an idle engine that neither allocator nor tree accounts for.
+    """KV tokens, request rows and state slots of an idle engine that nothing accounts for.
     Negative numbers: both do, and the memory may be used twice."""
 
     num_lost: int
     rows_lost: int
+    states_lost: int
 
     @property
     def is_consistent(self) -> bool:
-        return self.num_lost == 0 and self.rows_lost == 0
+        return not any(self)
 
     @property
     def is_double(self) -> bool:
         """Whether some memory may be used twice."""
-        return self.num_lost < 0 or self.rows_lost < 0
+        return min(self) < 0
 
     def __str__(self) -> str:
-        return f"{self.num_lost} KV tokens and {self.rows_lost} request rows are unaccounted for"
+        return (
+            f"{self.num_lost} KV tokens, {self.rows_lost} request rows and {self.states_lost} "
+            "state slots are unaccounted for"
+        )
 
 
 def memory_left(scheduler: Any) -> MemoryUse:
@@ -220,6 +226,7 @@ def memory_left(scheduler: Any) -> MemoryUse:
     return MemoryUse(
         int(scheduler.max_total_num_tokens - accounted),
         int(rows.size + rows.pre_alloc_size - free_rows),
+        states.num_lost(scheduler),
     )
 
 

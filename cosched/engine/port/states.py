@@ -38,6 +38,21 @@ def slots_of(scheduler: Any) -> StateSlots | None:
     )
 
 
+def num_lost(scheduler: Any) -> int:
+    """Slots of an idle engine that neither are free nor hold a checkpoint."""
+    slots = slots_of(scheduler)
+    if slots is None or scheduler.req_to_token_pool.mamba_ckpt_pool is not None:
+        return 0
+    held = slots.free + slots.evictable + scheduler.tree_cache.mamba_protected_size()
+    return int(scheduler.req_to_token_pool.mamba_allocator.size - held)
+
+
+def end_allocation(scheduler: Any) -> None:
+    """An iteration has failed that may have set slots aside for its batch."""
+    if has_states(scheduler.tree_cache):
+        scheduler.req_to_token_pool.mamba_allocator.alloc_group_end()
+
+
 def slots_per_request(scheduler: Any) -> int:
     """Slots that a request may take: for its state, for checkpoints under way, and for one in the
     tree while another takes its place. SGLang sizes the pool so; 0: there are no slots."""
