@@ -167,7 +167,9 @@ class LocalEngine:
                 raise
         self.replies: dict[str, Reply] = {}
         self._inbox: list[Any] = []
-        self._zmq_context = self.scheduler.ipc_channels.recv_from_tokenizer.context
+        receiver = self.scheduler.ipc_channels.recv_from_tokenizer
+        # Only the first of several attention ranks has one.
+        self._zmq_context = zmq.Context() if receiver is None else receiver.context
         self.outbox: Any = None
         self.send_to(_Outbox(self.replies))
 

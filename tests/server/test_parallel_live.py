@@ -13,9 +13,9 @@ from prometheus_client.parser import text_string_to_metric_families
 import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.engine.shutdown import EXIT_CODE
 from tests.batch.api import Api
-from tests.engine.test_models import SIZES, WINDOWS
+from tests.engine.test_models import MIXTURE, SIZES, WINDOWS
 from tests.engine.test_states import MODEL as HYBRID
-from tests.request_lines import line
+from tests.request_lines import completion, line
 from tests.server.poisoned import FAILS, LEAKS
 from tests.serving import start_server
 
@@ -23,6 +23,15 @@ pytestmark = pytest.mark.server
 
 LONG = [f"{n} says hello there " * (30 + 4 * n) for n in range(9)]
 LIMITS = ("--max-running-requests", "4", "--chunked-prefill-size", "64")
+
+
+def with_random_weights(config, tiny_model, folder):
+    """Make a model of this configuration, with the tokenizer of the tiny model."""
+    for path in tiny_model.iterdir():
+        if path.suffix != ".safetensors":
+            shutil.copy(path, folder)
+    vocabulary = json.loads((tiny_model / "config.json").read_text())["vocab_size"]
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": vocabulary}))
 
 
 def generate(server, text, *, is_offline, **fields):
@@ -84,11 +93,7 @@ STATE_SLOTS = ("--max-mamba-cache-size", "20", "--mamba-radix-cache-strategy")
     ids=["state slots", "state slots, two ranks", "windows", "windows, two ranks"],
 )
 def test_both_classes_have_a_memory_beside_the_kv(tiny_model, tmp_path, forks, model, flags):
-    for path in tiny_model.iterdir():
-        if path.suffix != ".safetensors":
-            shutil.copy(path, tmp_path)
-    vocabulary = json.loads((tiny_model / "config.json").read_text())["vocab_size"]
-    (tmp_path / "config.json").write_text(json.dumps(model | {"vocab_size": vocabulary}))
+    with_random_weights(model, tiny_model, tmp_path)
     flags = ("--load-format", "dummy", "--max-total-tokens", "1200", *flags, *LIMITS)
     with start_server(tmp_path, *flags, forks=forks) as server:
         check_both_classes(server)
@@ -97,6 +102,27 @@ def test_both_classes_have_a_memory_beside_the_kv(tiny_model, tmp_path, forks, m
         assert kv["is_watched"]
         assert kv["evicted_online"] + kv["evicted_offline"] > 1000
         assert server.states()[0]["num_engine_refusals"] == 0
+
+
+def test_ranks_that_step_together_serve_both_classes_and_a_batch(tiny_model, forks, tmp_path):
+    with_random_weights(SIZES | MIXTURE, tiny_model, tmp_path)
+    flags = ("--tp", "2", "--dp", "2", "--enable-dp-attention", "--load-format", "dummy")
+    flags += ("--enable-metrics", "--cosched-batches", str(tmp_path / "batches"))
+    with start_server(tmp_path, *flags, *LIMITS, forks=forks) as server:
+        check_both_classes(server)
+        assert [state["num_plans"] > 0 for state in server.states()] == [True, True]
+        url, api = f"{server.url}/cosched/offline", Api(server.url)
+        assert httpx.post(url, json={"paused": True}, timeout=30).status_code == 200
+        lines = [completion(f"c{n}") for n in range(6)]
+        batch = api.create(lines, endpoint="/v1/completions", window="6h")
+        assert generate(server, "hello", is_offline=False).status_code == 200
+        assert not any(state["num_running_offline"] for state in server.states())
+        assert httpx.post(url, json={"paused": False}, timeout=30).status_code == 200
+        assert api.wait(batch).request_counts.completed == len(lines)
+        metrics = httpx.get(f"{server.url}/metrics", timeout=30).text
+        samples = [s for f in text_string_to_metric_families(metrics) for s in f.samples]
+        planned = [s.labels["dp_rank"] for s in samples if s.name == "cosched:preemptions_total"]
+        assert sorted(planned) == ["0", "1"]
 
 
 def test_every_http_process_reads_the_class(tiny_model, forks):

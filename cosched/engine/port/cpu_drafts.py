@@ -127,7 +127,13 @@ class LookupWorker(BaseSpecWorker):  # type: ignore[misc]
     def forward_batch_generation(self, batch: Any, **_: Any) -> GenerationBatchResult:
         if batch.forward_mode.is_decode():
             return self._verify(batch)
+        # With DP attention, where other ranks verify or prefill: their widths hold here too.
+        is_beside_verify = batch.forward_mode.is_idle() and not batch.is_extend_in_batch
+        drafts, batch.spec_info = batch.spec_info, None
+        if is_beside_verify:
+            batch.spec_info = _Verify(batch.seq_lens[:0], self.num_tokens)
         result = self._target_worker.forward_batch_generation(batch)
+        batch.spec_info = drafts
         ones = torch.ones(len(batch.reqs), dtype=torch.int32, device=batch.device)
         return result_of(batch, result.next_token_ids, ones, logits=result.logits_output)
 
