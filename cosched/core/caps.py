@@ -32,6 +32,8 @@ class EngineCaps:
     shared_prefix           the KV of a shared prefix is read once for all its decodes
     decode_reserve          KV tokens that a request must have beyond its computed ones to decode;
                             above 1 with speculative decoding
+    takes_turns             with DP attention and drafts: while one rank computes prefills, the
+                            decodes of all others wait
     window_tokens           tokens before its own that a token of a layer with sliding windows
                             attends to, if the KV of these layers has a pool of its own; None: there
                             is no such pool
@@ -59,6 +61,7 @@ class EngineCaps:
     hosts: bool = False
     shared_prefix: bool = False
     decode_reserve: int = 1
+    takes_turns: bool = False
     window_tokens: int | None = None
     window_slack: int = 0
     host_tokens: int = 0

@@ -14,8 +14,9 @@ class RankNeeds(NamedTuple):
     """What online requests of one rank need of the next iteration. The times are predicted [s].
 
     alone_s     of an iteration of its online decodes alone
-    least_s     that online prefills beside these decodes may take in any case
-    required_s  of its online decodes and the online prefills that wait, whatever the targets allow
+    least_s     that online prefills beside these decodes may take in any case, at least `alone_s`
+    required_s  of its online decodes and the online prefills that wait, whatever the targets allow;
+                with `EngineCaps.takes_turns` 0 without prefills
     online_s    most, where there are online prefills
     offline_s   most, where there is offline work
     """
@@ -34,12 +35,14 @@ class OtherRanks(NamedTuple):
     taken_s    time that the online work of one of them takes in any case: free for this rank
     online_s   most, where there are online prefills
     offline_s  most, where there is offline work
+    must_decode  no rank may prefill now (`EngineCaps.takes_turns`)
     """
 
     alone_s: float = 0.0
     taken_s: float = -math.inf
     online_s: float = math.inf
     offline_s: float = math.inf
+    must_decode: bool = False
 
     def bound_online(self, own_s: float, least_s: float = 0.0) -> float:
         """The longest iteration with online prefills, of which this rank allows `own_s` [s].
@@ -63,10 +66,7 @@ def others_of(group: Sequence[RankNeeds], own: int) -> OtherRanks:
         return NO_OTHERS
     return OtherRanks(
         alone_s=max(needs.alone_s for needs in others),
-        taken_s=max(
-            max(needs.alone_s, min(needs.required_s, max(online_s, needs.least_s)))
-            for needs in others
-        ),
+        taken_s=max(min(needs.required_s, max(online_s, needs.least_s)) for needs in others),
         online_s=min(needs.online_s for needs in others),
         offline_s=min(needs.offline_s for needs in others),
     )

@@ -134,6 +134,7 @@ def _controller(
             guard,
             rank=parallel.dp_rank,
             plans_ahead=overlaps and not port.runs_on_cpu(scheduler),
+            takes_turns=caps.takes_turns,
         )
     cached = partial(num_cached, scheduler.tree_cache)
     lengths = Lengths(config.named_length(), guard)

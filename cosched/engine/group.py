@@ -47,14 +47,19 @@ class Group:
         *,
         rank: int,
         plans_ahead: bool,
+        takes_turns: bool = False,
     ) -> None:
         """exchange     a rank's numbers -> those of all ranks, `WIDTH` each
         plans_ahead  an iteration is planned while the one before it runs
+        takes_turns  see `EngineCaps`
         """
         self._exchange = exchange
         self._guard = guard
         self._rank = rank
         self._plans_ahead = plans_ahead
+        self._takes_turns = takes_turns
+        self._has_decoded = False
+        """The latest iteration had no prefills, so that decodes are not late."""
         self.others: OtherRanks = NO_OTHERS
         self.unagreed: Iteration | None = None
 
@@ -94,6 +99,14 @@ class Group:
             for needs in (RankNeeds(*row[:_NUM_NEEDS]),)
         ]
         self.others = others_of(group, self._rank)
+        if self._takes_turns:
+            is_due = min(needs.online_s for needs in group) <= 0
+            self._has_decoded = is_due and not self._has_decoded
+            if self._has_decoded:
+                allowed_s = min(needs.offline_s + needs.alone_s for needs in group)
+                self.others = self.others._replace(
+                    taken_s=self.others.alone_s, offline_s=allowed_s, must_decode=True
+                )
         return waits[self._rank]
 
 

@@ -231,11 +231,6 @@ def _refused_group(resolved: Any, config: Config) -> Iterator[str]:
         )
     if config.tolerance is not None:
         yield "--enable-dp-attention cannot go with tolerance: other ranks' requests slow one down"
-    if resolved.speculative_algorithm is not None:
-        yield (
-            "--enable-dp-attention cannot go with --speculative-algorithm: a prefill of "
-            "one rank would stop the drafts of all; drop one of them"
-        )
     if resolved.attn_cp_size > 1:
         yield "--enable-dp-attention with --attn-cp-size is not supported; drop one of them"
 

@@ -303,7 +303,8 @@ class Deadlines:
     @property
     def _least_s(self) -> float:
         """`RankNeeds.least_s`."""
-        return self._margin * _beside_s(self.alone_s, self.slacks.tpot_s)
+        beside_s = self._margin * _beside_s(self.alone_s, self.slacks.tpot_s)
+        return max(beside_s, self._predicted_s)
 
     def needs(self, budget: TimeBudget) -> RankNeeds:
         """What this rank needs, for the other ranks. budget: of its own needs alone."""
@@ -315,12 +316,21 @@ class Deadlines:
             if num_new > 0:
                 totals.add_prefill(num_new, num_cached)
                 tokens_left -= num_new
-        return RankNeeds(
+        needs = RankNeeds(
             alone_s=self._predicted_s,
             least_s=self._least_s,
             required_s=view.predictor.predict_s(totals),
             online_s=budget.online_s,
             offline_s=budget.offline_s,
+        )
+        if not view.caps.takes_turns:
+            return needs
+        # The next tokens of these decodes come an iteration after the prefills of other ranks.
+        aimed_s = self.slacks.aimed_s * self._margin
+        return needs._replace(
+            required_s=needs.required_s if totals.num_new else 0.0,
+            online_s=min(needs.online_s, aimed_s) - self._predicted_s,
+            offline_s=needs.offline_s - self._predicted_s,
         )
 
 

@@ -192,9 +192,11 @@ def make_room_for_decodes(builder: PlanBuilder, steps: Steps) -> None:
 
 
 def must_decode(builder: PlanBuilder) -> bool:
-    """True if prefill and decode cannot share a batch, alternate, and it is time to decode. An
-    unfinished prefill stays as it is."""
+    """True if prefill and decode cannot share a batch, alternate, and it is time to decode; or if
+    it is for other ranks. An unfinished prefill stays as it is."""
     rules = builder.view.rules
+    if builder.view.others.must_decode:
+        return True
     return rules.must_decode and not rules.mixed and builder.decodes_any()
 
 

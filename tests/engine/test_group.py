@@ -73,6 +73,15 @@ def test_all_ranks_learn_the_time_of_the_longest_batch():
     assert all(group.unagreed is None for group in groups)
 
 
+def test_with_drafts_the_ranks_decode_where_one_is_due_and_never_twice_for_it():
+    due, ahead = BUSY._replace(online_s=-0.01, offline_s=-0.02), BUSY
+    gathered = [[*needs, 0.0, *[0] * (WIDTH - 6)] for needs in (due, ahead)]
+    group = Group(lambda _: gathered, GUARD, rank=1, plans_ahead=False, takes_turns=True)
+    seen = [(group.send(ahead), group.others)[1] for _ in range(3)]
+    assert [others.must_decode for others in seen] == [True, False, True]
+    assert seen[0].offline_s == 0 and seen[0].taken_s == due.alone_s
+
+
 @pytest.mark.parametrize("plans_ahead", [False, True])
 def test_needs_count_from_the_end_of_the_longest_batch(plans_ahead):
     long, short = Iteration(shape=LONG), Iteration(shape=SHORT)

@@ -126,9 +126,27 @@ def test_no_rank_is_longer_than_what_all_allow_or_one_takes(name, members):
         assert seconds <= max(allowed_s, online_s) + 1e-9
 
 
+@policies
+def test_with_drafts_prefills_leave_time_for_the_decodes_of_other_ranks_after_them(name):
+    turns = replace(CAPS, takes_turns=True)
+    due = replace(view_of(running=(replying(num_tokens=1),)), caps=turns)
+    needs = needs_of(name, due)
+    assert needs.online_s <= 0 < needs.alone_s and needs.required_s == 0
+    ahead = replace(due, running=(replying(num_tokens=5),))
+    assert needs_of(name, ahead).online_s > 0
+
+
+@policies
+def test_no_rank_prefills_while_decodes_are_due(name):
+    view = view_of(running=(replying(),), online=[chat()], offline=work())
+    assert plan_of(name, view).prefill
+    held = plan_of(name, replace(view, others=OtherRanks(must_decode=True)))
+    assert not held.prefill and not held.paused and not held.preempt
+
+
 def test_what_others_take_is_bounded_by_what_the_group_allows():
     long = RankNeeds(required_s=1.0, least_s=0.1)
-    strict = RankNeeds(alone_s=0.02, required_s=0.02, online_s=0.3, offline_s=0.05)
+    strict = RankNeeds(alone_s=0.02, least_s=0.02, required_s=0.02, online_s=0.3, offline_s=0.05)
     assert others_of([long, strict], 1).taken_s == 0.3
     assert others_of([long, strict], 0) == OtherRanks(0.02, 0.02, 0.3, 0.05)
     assert others_of([long, strict, RankNeeds(online_s=0.05)], 1).taken_s == 0.1

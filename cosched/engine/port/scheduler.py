@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from sglang.srt.environ import envs
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 from sglang.srt.managers.scheduler_components.dp_attn import exchange_sync_rows
 from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
@@ -56,6 +57,9 @@ def caps_of(scheduler: Any) -> EngineCaps:
         window_tokens=window_tokens(scheduler),
         window_slack=0 if window_tokens(scheduler) is None else window_slack(scheduler),
         host_tokens=host_total(scheduler),
+        takes_turns=parallel().group_size > 1
+        and not scheduler.spec_algorithm.is_none()
+        and not envs.SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION.get(),
         states_per_request=slots_per_request(scheduler),
         states_held=slots_held(scheduler),
         checkpoint_tokens=checkpoint_tokens(scheduler),
