@@ -73,6 +73,27 @@ def test_pauses_change_no_token(make_engine, overlap, mixed):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
+def test_pauses_where_sglang_runs_decodes_as_prefills(make_engine, monkeypatch, overlap):
+    """With DP attention, while another rank prefills."""
+    from sglang.srt.managers.scheduler_components.dp_attn import SchedulerDPAttnAdapter
+
+    expected = answers(make_engine(overlap=overlap), seed=1)
+    converted = []
+
+    def convert(adapter, batch):
+        if batch is not None and batch.forward_mode.is_decode() and len(converted) % 3 < 2:
+            batch.convert_decode_to_extend()
+        converted.append(batch)
+        return batch
+
+    monkeypatch.setattr(SchedulerDPAttnAdapter, "maybe_convert_decode_to_extend", convert)
+    engine = make_engine(overlap=overlap)
+    policy = hold_at_random(engine, seed=2)
+    assert answers(engine, seed=1) == expected
+    assert policy.num_held > 20 and len(converted) > 20
+
+
+@pytest.mark.parametrize("overlap", [False, True])
 def test_a_paused_request_is_visible_and_can_be_aborted(make_engine, overlap):
     engine = make_engine(overlap=overlap)
     for rid in ("a", "b", "c"):

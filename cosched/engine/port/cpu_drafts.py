@@ -127,11 +127,11 @@ class LookupWorker(BaseSpecWorker):  # type: ignore[misc]
     def forward_batch_generation(self, batch: Any, **_: Any) -> GenerationBatchResult:
         if batch.forward_mode.is_decode():
             return self._verify(batch)
-        # With DP attention, where other ranks verify or prefill: their widths hold here too.
-        is_beside_verify = batch.forward_mode.is_idle() and not batch.is_extend_in_batch
         drafts, batch.spec_info = batch.spec_info, None
-        if is_beside_verify:
-            batch.spec_info = _Verify(batch.seq_lens[:0], self.num_tokens)
+        if batch.forward_mode.is_idle() and not batch.is_extend_in_batch:
+            # With DP attention, while other ranks verify.
+            for name in ("global_num_tokens", "global_num_tokens_for_logprob"):
+                setattr(batch, name, [n * self.num_tokens for n in getattr(batch, name)])
         result = self._target_worker.forward_batch_generation(batch)
         batch.spec_info = drafts
         ones = torch.ones(len(batch.reqs), dtype=torch.int32, device=batch.device)
