@@ -22,7 +22,7 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.mem_cache import allocation
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
 from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
@@ -129,9 +129,9 @@ class LookupWorker(BaseSpecWorker):  # type: ignore[misc]
             return self._verify(batch)
         drafts, batch.spec_info = batch.spec_info, None
         if batch.forward_mode.is_idle() and not batch.is_extend_in_batch:
-            # With DP attention, while other ranks verify.
-            for name in ("global_num_tokens", "global_num_tokens_for_logprob"):
-                setattr(batch, name, [n * self.num_tokens for n in getattr(batch, name)])
+            # With DP attention, while other ranks verify. SGLang asks it for hidden states.
+            batch.spec_info = _Verify(batch.seq_lens[:0], self.num_tokens)
+            batch.spec_info.capture_hidden_mode = CaptureHiddenMode.FULL
         result = self._target_worker.forward_batch_generation(batch)
         batch.spec_info = drafts
         ones = torch.ones(len(batch.reqs), dtype=torch.int32, device=batch.device)
