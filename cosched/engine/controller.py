@@ -110,16 +110,14 @@ class Controller:
     decisions: DecisionLog | None = None
     exporter: MetricsExporter | None = None
     logs: dict[str, Log] = field(default_factory=dict)
-    iteration: Iteration | None = None
-    """Planned, and not launched yet."""
+    iteration: Iteration | None = None  # planned, and not launched yet
     split: SplitBatch | None = None
     """Of the iteration that is being built, when the decode of some requests is paused."""
     must_decode: bool = False
     """See `BatchRules`."""
     latest_plan: Plan = EMPTY_PLAN
     _before: _Before | None = None
-    _agreed: SchedulerView | None = None
-    """Of the plan that is due, where ranks step together."""
+    _agreed: SchedulerView | None = None  # of the plan that is due, where ranks step together
 
     def __post_init__(self) -> None:
         self._state = self.policy.initial
@@ -185,11 +183,13 @@ class Controller:
         return batch, running_batch
 
     def launched(self, batch: Any | None, running_batch: Any) -> Any:
-        """An iteration's batch is ready to run; None: there is nothing to run. Returns the running
-        batch, with the requests whose decode is paused in this iteration."""
+        """An iteration's batch is ready to run, if there is one. Returns the running batch, with
+        the requests whose decode is paused in this iteration."""
         if self.split is not None:
             running_batch = self.split.rejoin(batch)
             self.split = None
+        if batch is not None and not port.runs_model(batch):  # other ranks step
+            batch = None
         iteration, self.iteration = self.iteration, None
         self.observer.planned = None if batch is None else iteration
         if self.last_moment is not None and batch is not None:

@@ -30,7 +30,7 @@ def decodes_of(batch: Any) -> Sequence[Any]:
 
 def num_prefills(batch: Any) -> int:
     """Requests of a batch that compute prompt tokens."""
-    if batch.forward_mode.is_decode():
+    if batch.forward_mode.is_decode_or_idle():
         return 0
     return len(batch.extend_lens) - len(decodes_of(batch))
 
