@@ -91,6 +91,18 @@ def test_the_same_tokens_as_stock_with_preemptions(group, policy, num_ranks):
         assert one["observed"] > 0
 
 
+def test_the_same_tokens_as_stock_with_drafts(group, tmp_path):
+    """The ranks prefill and decode in turns."""
+    switches = ["--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", str(tmp_path)]
+    for name, number in (("num-draft-tokens", 4), ("num-steps", 3), ("eagle-topk", 1)):
+        switches += [f"--speculative-{name}", str(number)]
+    requests = traffic(NUM_REQUESTS)
+    expected = outputs(group(requests, policy="sglang", switches=switches))
+    told = group(requests, switches=switches, stops=0.1)
+    assert outputs(told) == expected
+    assert all(one["state"]["num_preemptions"] for one in told)
+
+
 def test_one_rank_has_nothing_to_do(group):
     requests = traffic(NUM_REQUESTS, ranks=(1,))
     told = group(requests)
