@@ -249,6 +249,9 @@ class FakeView:
     def preemption_gain(self, request: Request) -> int:
         return request.num_computed_tokens
 
+    def window_output(self, request: Request) -> int:
+        return request.max_new_tokens - request.num_output_tokens
+
     def window_reserve_of(self, request: Request) -> int:
         caps = self.caps
         num_left = request.max_new_tokens - request.num_output_tokens

@@ -440,6 +440,11 @@ class View(Protocol):
         reserve and without tokens that another running request holds too. O(depth)."""
         ...
 
+    def window_output(self, request: Request) -> int:
+        """Tokens of output for which memory of `window_kv` is set aside, before what its window
+        returns: all that may come, or the share of it that the engine keeps free."""
+        ...
+
     def window_reserve_of(self, request: Request) -> int:
         """Tokens of `WindowKv.reserved` for this running request."""
         ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -284,9 +285,19 @@ class SchedulerView:
     def preemption_gain(self, request: Request) -> int:
         return self._gain_of(request).kv
 
+    @cached_property
+    def _reserve_ratio(self) -> float:
+        return port.reserve_ratio(self._scheduler)
+
+    def window_output(self, request: Request) -> int:
+        assert isinstance(request, TrackedRequest), f"{type(request)=}"
+        num_left = max(request.max_new_tokens - request.num_output_tokens, 0)
+        num_left = min(num_left, self.caps.max_reserved_tokens)
+        return num_left if request.reserves_all else math.ceil(num_left * self._reserve_ratio)
+
     def window_reserve_of(self, request: Request) -> int:
-        num_left = request.max_new_tokens - request.num_output_tokens
-        return to_fill(self.caps, num_left, port.num_own_in_window(_req(request)))
+        held = port.num_own_in_window(_req(request))
+        return to_fill(self.caps, self.window_output(request), held)
 
     def window_gain(self, request: Request) -> int:
         return self._gain_of(request).in_window

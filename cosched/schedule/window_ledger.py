@@ -6,10 +6,10 @@ output with some tokens behind it, which SGLang frees in batches (`EngineCaps.wi
 Three rules hold. SGLang's (`SWAPrefillBudget`): a request is admitted if the part of its chunk that
 lies behind the window, one window of prompt and output, and a page are less than what the pool has
 left beside other admissions of the iteration. That rule sets nothing aside for what running
-requests have still to take, so the engine would preempt some of them later. The second: what it
-will hold fits beside what all others will hold (`WindowKv.reserved`), unless nothing else runs. The
-third is the memory of the iteration, as in `Ledger`: whole chunks beside the next step of all
-decodes. An unfinished prefill continues by the third rule alone.
+requests have still to take, so the engine would preempt some of them later. The second: what it is
+expected to hold (`View.window_output`) fits beside what all others are (`WindowKv.reserved`),
+unless nothing else runs. The third is the memory of the iteration, as in `Ledger`: whole chunks
+beside the next step of all decodes. An unfinished prefill continues by the third rule alone.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class WindowLedger:
     def _will_hold(self, request: Request, num_cached: int) -> int:
         """Tokens that a request takes beside those of its prompt that are computed."""
         num_new = self._caps.ceil_to_page(num_tokens_of(request) - num_cached)
-        output = to_fill(self._caps, self._output_of(request), 0)
+        output = to_fill(self._caps, self._view.window_output(request), 0)
         return min(num_new, self._window) + self._caps.page_size + output
 
     def _output_of(self, request: Request) -> int:
