@@ -223,9 +223,14 @@ def _serve_online(
             continue_online(builder, pace, steps, request)
     if builder.preempts_online_prefill():
         return False
-    return all(
-        admit_online(builder, pace, steps, r) for r in waiting if r.rid not in builder.prefill
-    )
+    is_served = True
+    for request in waiting:
+        if request.rid in builder.prefill or admit_online(builder, pace, steps, request):
+            continue
+        is_served = False
+        if builder.runs_anything():  # on an idle engine it does not keep others from running
+            break
+    return is_served
 
 
 def _admit_beside(

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from cosched.core.estimates import LengthEstimate
-from cosched.core.request import Slo
+from cosched.core.request import Slo, Traits
 from cosched.core.view import Match
 from cosched.core.view import ToleranceHeadroom as Headroom
 from cosched.pool.prefix_pool import PoolConfig, PrefixPool
@@ -53,6 +53,13 @@ def test_those_who_can_be_in_time_come_before_those_who_cannot():
     assert [*plan.prefill][:3] == ["due0", "due1", "due2"]
     plan, _ = planned(view_of(online=queue), feasible=False)
     assert next(iter(plan.prefill)) == "late0", "cosched-fcfs"
+
+
+def test_a_prompt_that_cannot_run_does_not_block_an_idle_engine():
+    """It is longer than a chunk and cannot be cut."""
+    stuck = chat("stuck", 5000, traits=Traits(can_cut=False), seq=1)
+    plan, _ = planned(view_of(online=[stuck, chat("late", 50, age_s=3.0)]))
+    assert [*plan.prefill] == ["late"]
 
 
 def test_one_of_so_many_is_late_until_it_has_its_first_token():
