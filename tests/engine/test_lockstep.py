@@ -9,7 +9,7 @@ import pytest
 
 from cosched.batch.jsonl.server import free_port
 from tests.engine.conftest import FLAGS, OFFLINE
-from tests.engine.test_models import MIXTURE, SIZES
+from tests.engine.test_models import LATENT, MIXTURE, SIZES
 
 NUM_REQUESTS = int(os.environ.get("COSCHED_LOCKSTEP_REQUESTS", "24"))
 BINDING = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1|0|1", "OMP_NUM_THREADS": "1"}
@@ -38,9 +38,9 @@ def traffic(number, seed=1, ranks=(0, 1)):
 @pytest.fixture
 def group(forks, tmp_path):
     """`group(requests, policy=...)` -> what each rank says at the end."""
-    (tmp_path / "config.json").write_text(json.dumps(SIZES | MIXTURE))
 
-    def run(requests, *, policy="cosched", num_ranks=2, switches=(), **task):
+    def run(requests, *, policy="cosched", num_ranks=2, model=MIXTURE, switches=(), **task):
+        (tmp_path / "config.json").write_text(json.dumps(SIZES | model))
         chosen = FLAGS | {"--tp": str(num_ranks), "--dp": "2", "--nccl-port": str(free_port())}
         flags = ["--model-path", str(tmp_path), "--load-format", "dummy", "--enable-dp-attention"]
         flags += [text for pair in chosen.items() for text in pair]
@@ -75,12 +75,16 @@ def outputs(told):
     return {rid: ids for one in told for rid, ids in one["outputs"].items()}
 
 
-@pytest.mark.parametrize(("policy", "num_ranks"), [("cosched", 2), ("hygen", 2), ("cosched", 4)])
-def test_the_same_tokens_as_stock_with_preemptions(group, policy, num_ranks):
+@pytest.mark.parametrize(
+    ("policy", "num_ranks", "model"),
+    [("cosched", 2, MIXTURE), ("hygen", 2, LATENT), ("cosched", 4, MIXTURE)],
+    ids=["cosched", "hygen, latent attention", "four ranks"],
+)
+def test_the_same_tokens_as_stock_with_preemptions(group, policy, num_ranks, model):
     """With 4 ranks two share the requests of each rank of DP attention."""
     requests = traffic(NUM_REQUESTS)
-    expected = outputs(group(requests, policy="sglang", num_ranks=num_ranks))
-    told = group(requests, policy=policy, num_ranks=num_ranks, stops=0.2)
+    expected = outputs(group(requests, policy="sglang", num_ranks=num_ranks, model=model))
+    told = group(requests, policy=policy, num_ranks=num_ranks, model=model, stops=0.2)
     assert len(expected) == NUM_REQUESTS
     assert outputs(told) == expected
     sources = told[:: num_ranks // 2]
