@@ -51,7 +51,7 @@ def test_batches_have_a_folder_and_perhaps_a_database():
 
 def served(name, port=30000):
     other = dict.fromkeys(("smg_grpc_mode", "grpc_mode", "use_ray"), False)
-    return SimpleNamespace(served_model_name=name, port=port, **other)
+    return SimpleNamespace(served_model_name=name, port=port, tokenizer_worker_num=1, **other)
 
 
 @pytest.fixture
