@@ -1,0 +1,238 @@
+#!/usr/bin/env python3
+"""Kinds of models and flags on real servers: every reply of a policy is that of stock SGLang.
+
+    scripts/gpu_models.py --out DIR                        # on a GPU, some ten minutes a kind
+    scripts/gpu_models.py --out DIR states windows --device cpu
+
+Kinds: eagle, ngram (drafts), states (Qwen3-Next), windows (Mellum), latent (DeepSeek-V3), and
+attention_dp (two ranks of DP attention, which need two GPUs). The models are tiny, in float32, with
+random weights that make the context matter. Stock serves the prompts one after the other. The
+policy gets offline requests at once and chats one after the other, with memory for a part of them,
+so that it preempts. `states` needs a GPU; tests/engine/test_states.py is for a CPU.
+
+DIR gets the servers' logs and models.json. The last line is JSON; a reply that differs ends with 1.
+Options of SGLang come behind `--`, for all servers. On a GPU the servers need SGLang's compiled
+sgl_kernel.
+"""
+
+from __future__ import annotations
+
+import cosched.bootstrap  # isort: skip  # noqa: F401  # before anything of SGLang's
+
+import argparse
+import asyncio
+import json
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import torch
+
+from cosched.batch.jsonl.server import serving
+from cosched.config import Config, configured
+from cosched.core.wire import OFFLINE_PRIORITY
+from cosched.errors import CoschedError
+from cosched.lab.demo_model import ensure_demo_model
+from cosched.versions import versions
+
+VOCAB_SIZE = 2000
+COMMON = ("--dtype", "float32", "--mem-fraction-static", "0.2", "--max-running-requests", "12")
+SMALL = ("--max-total-tokens", "2500")
+DRAFTS = ("--speculative-num-draft-tokens", "4")
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 32,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.15,
+    "dtype": "float32",
+}
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    "states": {
+        "model_type": "qwen3_next",
+        "full_attention_interval": 2,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_conv_kernel_dim": 4,
+        "shared_expert_intermediate_size": 32,
+    },
+    "windows": {
+        "model_type": "mellum",
+        "sliding_window": 32,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "latent": {
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 4,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 16,
+        "n_routed_experts": 4,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_layer_freq": 1,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "rope_theta": 10000.0,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 1.0,
+            "original_max_position_embeddings": 4096,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    },
+}
+FLAGS: Mapping[str, Sequence[str]] = {
+    "eagle": (
+        *("--speculative-algorithm", "EAGLE", *DRAFTS, "--speculative-num-steps", "3"),
+        *("--speculative-eagle-topk", "1", "--speculative-draft-model-path", "{model}"),
+    ),
+    "ngram": ("--speculative-algorithm", "NGRAM", *DRAFTS),
+    "attention_dp": ("--tp", "2", "--dp", "2", "--enable-dp-attention"),
+}
+KINDS = (*FLAGS, *MODELS)
+
+
+def write_model(folder: Path, kind: str) -> Path:
+    """The demo model, or random weights of another architecture with its tokenizer."""
+    tiny = ensure_demo_model(size="tiny", dtype="float32")
+    if kind not in MODELS:
+        return tiny
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = {**SIZES, **MODELS[kind]}
+    torch.manual_seed(7)
+    config = AutoConfig.for_model(**fields)
+    target = folder / kind
+    AutoModelForCausalLM.from_config(config).save_pretrained(target)
+    path = target / "config.json"  # SGLang reads fields that transformers drops
+    path.write_text(json.dumps({**fields, **json.loads(path.read_text())}))
+    for file in tiny.glob("*token*"):
+        shutil.copy(file, target)
+    return target
+
+
+def prompts(seed: int, number: int) -> list[list[int]]:
+    """Half of them share one of four heads."""
+    rng = np.random.default_rng(seed)
+    heads = [rng.integers(10, VOCAB_SIZE, 150).tolist() for _ in range(4)]
+    return [
+        (heads[index % 4] if index % 2 else [])
+        + rng.integers(10, VOCAB_SIZE, int(rng.integers(20, 200))).tolist()
+        for index in range(number)
+    ]
+
+
+async def replies(base_url: str, asked: Sequence[list[int]], *, at_once: int) -> list[list[int]]:
+    async with httpx.AsyncClient(base_url=base_url, timeout=1800.0, trust_env=False) as client:
+        turn = asyncio.Semaphore(at_once)
+
+        async def ask(index: int) -> list[int]:
+            body = {
+                "input_ids": asked[index],
+                "priority": OFFLINE_PRIORITY if index % 3 else 0,
+                "sampling_params": {"temperature": 0, "max_new_tokens": 32, "ignore_eos": True},
+            }
+            if at_once > 1 and not index % 3:
+                await asyncio.sleep(0.05 * index)  # chats come while offline work runs
+            async with turn:
+                response = await client.post("/generate", json=body)
+            if response.status_code != 200:
+                raise CoschedError(f"/generate answers {response.status_code}: {response.text}")
+            ids: list[int] = response.json()["output_ids"]
+            return ids
+
+        return await asyncio.gather(*map(ask, range(len(asked))))
+
+
+async def compare(kind: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    model = write_model(args.out, kind)
+    backend = "triton" if args.device == "cuda" else "torch_native"
+    flags = ["--attention-backend", backend, *COMMON, *args.flags]
+    flags += ["--device", "cpu"] if args.device == "cpu" else []
+    own = [flag.format(model=model) for flag in FLAGS.get(kind, ())]
+    asked = prompts(args.seed, args.requests)
+    rows: list[dict[str, Any]] = []
+    expected: list[list[int]] = []
+    for policy in ("sglang", *args.policy):
+        is_stock = policy == "sglang"
+        # Drafts do not change what stock generates, so it goes without.
+        of_kind = [] if is_stock and kind in ("eagle", "ngram") else own
+        memory = () if is_stock else SMALL
+        with configured(Config(policy=policy, strict=True)):
+            server = serving(
+                model_path=str(model),
+                flags=[*flags, *memory, *of_kind],
+                log_path=args.out / f"{kind}-{policy}.log",
+            )
+            async with server as base_url:
+                found = await replies(base_url, asked, at_once=1 if is_stock else len(asked))
+                async with httpx.AsyncClient(trust_env=False, timeout=60.0) as client:
+                    info = (await client.get(f"{base_url}/get_server_info")).json()
+        if is_stock:
+            expected = found
+            continue
+        states = [state["cosched"] for state in info["internal_states"]]
+        rows.append(
+            {
+                "kind": kind,
+                "policy": policy,
+                "replies": len(asked),
+                "different": [i for i in range(len(asked)) if found[i] != expected[i]],
+                "preemptions": sum(state["num_preemptions"] for state in states),
+                "tokens_per_decode": states[0]["tokens_per_decode"],
+                "engine_refusals": sum(state["num_engine_refusals"] for state in states),
+            }
+        )
+        print(json.dumps(rows[-1]), file=sys.stderr)
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("kinds", nargs="*", metavar="KIND", help=", ".join(KINDS) + " (all)")
+    parser.add_argument("--out", type=Path, required=True, help="folder for logs and results")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--policy", nargs="+", default=["cosched", "hygen"])
+    parser.add_argument("--requests", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=0)
+    own, _, flags = " ".join(sys.argv[1:]).partition(" -- ")
+    args = parser.parse_args(own.split())
+    args.flags = flags.split()
+    unknown = set(args.kinds) - set(KINDS)
+    if unknown:
+        parser.error(f"unknown kind {', '.join(sorted(unknown))}: choose from {', '.join(KINDS)}")
+    args.out.mkdir(parents=True, exist_ok=True)
+    rows: list[dict[str, Any]] = []
+    for kind in args.kinds or KINDS:
+        rows += asyncio.run(compare(kind, args))
+    result = {"rows": rows, "device": args.device, "seed": args.seed, "versions": versions()}
+    (args.out / "models.json").write_text(json.dumps(result, indent=1))
+    print(json.dumps(result))
+    return 1 if any(row["different"] for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
