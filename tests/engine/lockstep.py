@@ -26,11 +26,14 @@ def main(rank, task):
     os.environ[ENV_VAR] = "" if task["config"] is None else json.dumps(task["config"])
     import torch
     from sglang.srt.managers.io_struct import SetInternalStateReq
+    from sglang.srt.model_loader import loader
 
     from cosched.core.view import OfflineLimits
     from cosched.engine.offline_gate import limits_to_message
     from cosched.lab.local_engine import LocalEngine
+    from tests.engine.tiny_models import randomize
 
+    loader.initialize_dummy_weights = randomize
     dp_rank = rank * len(task["requests"]) // task["num_ranks"]
     engine = LocalEngine(task["flags"], rank=rank, dp_rank=dp_rank)
     scheduler = engine.scheduler

@@ -9,7 +9,7 @@ import pytest
 
 from cosched.batch.jsonl.server import free_port
 from tests.engine.conftest import FLAGS, OFFLINE
-from tests.engine.test_models import LATENT, MIXTURE, SIZES
+from tests.engine.tiny_models import LATENT, MIXTURE, SIZES
 
 NUM_REQUESTS = int(os.environ.get("COSCHED_LOCKSTEP_REQUESTS", "24"))
 BINDING = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1|0|1", "OMP_NUM_THREADS": "1"}

@@ -5,7 +5,6 @@ import json
 import os
 
 import pytest
-import torch
 
 from cosched.core.plan import PreemptMode
 from cosched.engine import port
@@ -19,24 +18,12 @@ from tests.engine.conftest import (
     without_model,
 )
 from tests.engine.test_forced_stops import StoppingPolicy
-from tests.engine.test_models import SIZES
 from tests.engine.test_request_faults import POISONS, run_poisoned, submit_all
 from tests.engine.test_speculative import CHAIN, draft_from, prompts, submit
+from tests.engine.tiny_models import HYBRID, SIZES, randomize
 
 NUM_REQUESTS = int(os.environ.get("COSCHED_STATES_REQUESTS", "24"))
 
-MODEL = {
-    **SIZES,
-    "model_type": "qwen3_next",
-    "architectures": ["Qwen3NextForCausalLM"],
-    "full_attention_interval": 2,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_conv_kernel_dim": 4,
-    "shared_expert_intermediate_size": 0,
-}
 OTHERS = {
     "Mamba 2": {
         "model_type": "nemotron_h",
@@ -86,13 +73,6 @@ SMALL = {"max_total_tokens": 700, "max_running_requests": 6}
 PAGES = {**EXTRA_BUFFER, "page_size": 16}
 
 
-def randomize(model):
-    generator = torch.Generator().manual_seed(7)
-    for name, weight in model.state_dict().items():
-        scale = 2.0 if name.endswith(("A_log", "dt_bias")) else 0.15
-        weight.normal_(0, scale, generator=generator)
-
-
 @pytest.fixture
 def make_hybrid(make_engine, forget_experts, monkeypatch, tmp_path):
     """`make_engine` with such a model, or one of `OTHERS`."""
@@ -100,7 +80,7 @@ def make_hybrid(make_engine, forget_experts, monkeypatch, tmp_path):
 
     def make(*, kind=None, **options):
         forget_experts()
-        config = MODEL if kind is None else SIZES | OTHERS[kind]
+        config = HYBRID if kind is None else SIZES | OTHERS[kind]
         (tmp_path / "config.json").write_text(json.dumps(config))
         slots = 5 * int(options.get("max_running_requests", 8))
         options = {"max_mamba_cache_size": slots, **options}

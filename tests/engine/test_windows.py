@@ -20,8 +20,8 @@ from tests.engine.conftest import (
     without_model,
 )
 from tests.engine.test_forced_stops import StoppingPolicy
-from tests.engine.test_models import SIZES, WINDOWS
 from tests.engine.test_speculative import CHAIN, draft_from, prompts, submit
+from tests.engine.tiny_models import SIZES, WINDOWS
 from tests.factories import FakeView, decoding, make_caps, offline
 
 NUM_REQUESTS = int(os.environ.get("COSCHED_WINDOW_REQUESTS", "24"))

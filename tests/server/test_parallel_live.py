@@ -13,8 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.engine.shutdown import EXIT_CODE
 from tests.batch.api import Api
-from tests.engine.test_models import MIXTURE, SIZES, WINDOWS
-from tests.engine.test_states import MODEL as HYBRID
+from tests.engine.tiny_models import HYBRID, MIXTURE, SIZES, WINDOWS
 from tests.request_lines import completion, line
 from tests.server.poisoned import FAILS, LEAKS
 from tests.serving import start_server
