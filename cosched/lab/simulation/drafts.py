@@ -5,7 +5,7 @@ other tokens; the KV of a context is read once. Drafting takes `DRAFT_SHARE` of 
 token, about one layer of a model of 32 and the output layer (EAGLE, MTP).
 
 Accepted tokens: each drafted token of a request is right with the same probability, if those before
-it are; requests may differ (`acceptance_of`). The draws depend on request and position only: they
+it are; requests may differ (`Acceptance.of`). The draws depend on request and position only: they
 are the same under every policy.
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 from cosched.core.batch import BatchShape
 
@@ -31,19 +32,28 @@ def verified_s(shape: BatchShape, iteration_s: Callable[[BatchShape], float]) ->
     return iteration_s(verified) + shape.num_drafts * DRAFT_SHARE * iteration_s(plain)
 
 
-def acceptance_of(rid: str, mean: float, spread: float) -> float:
-    """The probability of one request: uniform within `spread` of the mean, and within [0, 1]."""
-    draw = zlib.crc32(f"{rid} drafts".encode()) / 2**32
-    return min(max(mean + spread * (2 * draw - 1), 0.0), 1.0)
+class Acceptance(NamedTuple):
+    """How likely a drafted token is right if those before it are: `mean`, and the most by which a
+    request differs from it."""
+
+    mean: float = 0.0
+    spread: float = 0.0
+
+    def of(self, rid: str) -> float:
+        """Of one request: uniform within `spread` of the mean, and within [0, 1]."""
+        draw = zlib.crc32(f"{rid} drafts".encode()) / 2**32
+        return min(max(self.mean + self.spread * (2 * draw - 1), 0.0), 1.0)
+
+    def num_generated(self, rid: str, num_output: int, *, num_drafts: int) -> int:
+        """Tokens that a request with `num_output` generated ones gets in a decode, from 1 to
+        `num_drafts` + 1."""
+        acceptance, number = self.of(rid), 1
+        while number <= num_drafts:
+            draw = zlib.crc32(f"{rid}:{num_output + number}".encode()) / 2**32
+            if draw >= acceptance:
+                break
+            number += 1
+        return number
 
 
-def num_generated(rid: str, num_output: int, *, num_drafts: int, acceptance: float) -> int:
-    """Tokens that a request with `num_output` generated ones gets in a decode, from 1 to
-    `num_drafts` + 1."""
-    number = 1
-    while number <= num_drafts:
-        draw = zlib.crc32(f"{rid}:{num_output + number}".encode()) / 2**32
-        if draw >= acceptance:
-            break
-        number += 1
-    return number
+NO_DRAFTS = Acceptance()

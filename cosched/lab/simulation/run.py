@@ -27,6 +27,7 @@ from cosched.lab.metrics.stats import Window
 from cosched.lab.metrics.summary import Summary, summarize
 from cosched.lab.simulation.arrivals import Source
 from cosched.lab.simulation.clients import online_client
+from cosched.lab.simulation.drafts import Acceptance
 from cosched.lab.simulation.host_time import host_time
 from cosched.lab.simulation.machine import Machine
 from cosched.lab.simulation.requests import is_missed, load_requests, offline_client
@@ -250,7 +251,7 @@ def execute_requests(
                 host_link=host_link,
                 prefix_reads=PrefixReads(spec.cost.prefix_reads),
                 host=host_time(spec.host_time, policy_entry(spec.setting.policy)),
-                acceptance=(machine.acceptance, machine.acceptance_spread),
+                acceptance=Acceptance(machine.acceptance, machine.acceptance_spread),
                 window_tokens=machine.window_tokens,
             )
         except CoschedError:

@@ -41,7 +41,7 @@ from cosched.lab.local_engine import LocalEngine, lengths_of, made_up, made_up_d
 from cosched.lab.metrics.records import ColumnLog, IterationLog, IterationRecord, RequestRecord
 from cosched.lab.simulation.arrivals import VOCAB_SIZE, Arrival, Source
 from cosched.lab.simulation.clock import VirtualClock, VirtualEvent, quiet_host
-from cosched.lab.simulation.drafts import acceptance_of, num_generated, verified_s
+from cosched.lab.simulation.drafts import NO_DRAFTS, Acceptance, verified_s
 from cosched.lab.simulation.host_time import HostTime, Load, NoHostTime
 from cosched.lab.simulation.request_state import ComputedPrefixes, RequestState
 from cosched.lab.simulation.tiny_model import EOS_ID, draft_model_flags, write_model_config
@@ -126,14 +126,13 @@ class VirtualEngine:
         host_link: HostLink | None = None,
         prefix_reads: PrefixReads = PrefixReads.EACH,
         host: HostTime | None = None,
-        acceptance: tuple[float, float] = (0.0, 0.0),
+        acceptance: Acceptance = NO_DRAFTS,
         window_tokens: int = 0,
     ) -> None:
         """identity: of the simulated engine, for a policy that starts from a profile of it.
         host_link: if the flags give it host memory. prefix_reads: those of the cost model. host:
         None: the host takes no time. acceptance: of drafted tokens, if the flags ask for
-        speculative decoding: mean and spread (`acceptance_of`),
-        window_tokens: of sliding windows in half of the layers; 0: none."""
+        speculative decoding. window_tokens: of sliding windows in half of the layers; 0: none."""
         self._host = host or NoHostTime()
         self.clock = VirtualClock(self._host.after_wait_s)
         self.records: list[RequestRecord] = []
@@ -404,19 +403,14 @@ class VirtualEngine:
         return _FIRST_ID + length % (VOCAB_SIZE - _FIRST_ID)
 
     def _verified(self, batch: Any, num_drafts: int) -> list[list[int]]:
-        """The new tokens of each request under speculative decoding. `num_drafts`: 0 with prefills
-        in the batch."""
+        """The new tokens of each request. `num_drafts`: 0 with prefills in the batch."""
         if port.num_prefills(batch):
             return [[token] for token in self._tokens(batch)]
         tokens = []
         for req in batch.reqs:
             length = port.num_committed(req) + 1
-            number = num_generated(
-                req.rid,
-                len(req.output_ids),
-                num_drafts=num_drafts,
-                acceptance=acceptance_of(req.rid, *self._acceptance),
-            )
+            num_output = len(req.output_ids)
+            number = self._acceptance.num_generated(req.rid, num_output, num_drafts=num_drafts)
             tokens.append([self._token(req, length + place) for place in range(number)])
         return tokens
 
