@@ -97,20 +97,34 @@ def held_slots(scheduler):
     )
 
 
-@pytest.mark.parametrize("policy", ["cosched", "hygen"])
+@pytest.fixture
+def stock(make_hybrid):
+    """`stock(texts)`: the tokens of stock, once for all tests."""
+
+    def tokens(texts):
+        if not STOCK:
+            STOCK.update(submit(make_hybrid(policy="sglang", mixed=False), texts))
+        return STOCK
+
+    return tokens
+
+
+STOCK = {}
+
+
 @pytest.mark.parametrize(
-    "strategy",
+    ("policy", "strategy"),
     [
-        pytest.param(NO_BUFFER, id="no_buffer"),
-        pytest.param(EXTRA_BUFFER, id="extra_buffer"),
-        pytest.param({**EXTRA_BUFFER, "overlap": True}, id="overlap"),
-        pytest.param({**EXTRA_BUFFER, **LAZY, "overlap": True}, id="lazy"),
-        pytest.param(PAGES, id="pages"),
+        pytest.param("hygen", NO_BUFFER, id="no_buffer"),
+        pytest.param("cosched", EXTRA_BUFFER, id="extra_buffer"),
+        pytest.param("hygen", {**EXTRA_BUFFER, "overlap": True}, id="overlap"),
+        pytest.param("cosched", {**EXTRA_BUFFER, **LAZY, "overlap": True}, id="lazy"),
+        pytest.param("cosched", PAGES, id="pages"),
     ],
 )
-def test_the_same_tokens_as_stock(make_hybrid, policy, strategy):
+def test_the_same_tokens_as_stock(make_hybrid, stock, policy, strategy):
     texts = prompts(NUM_REQUESTS)
-    expected = submit(make_hybrid(policy="sglang", mixed=False), texts)
+    expected = stock(texts)
     assert len({tuple(ids) for ids in expected.values()}) > NUM_REQUESTS / 2
     engine = make_hybrid(policy=policy, **SMALL, **strategy)
     scheduler, controller = engine.scheduler, engine.scheduler.cosched
@@ -131,8 +145,9 @@ def test_the_same_tokens_as_stock(make_hybrid, policy, strategy):
     assert controller.kv.core.evicted["all"] > 0
 
 
-@pytest.mark.parametrize("kind", [None, *OTHERS])
-@pytest.mark.parametrize("strategy", [NO_BUFFER, PAGES], ids=["no_buffer", "pages"])
+@pytest.mark.parametrize(
+    ("kind", "strategy"), [(None, NO_BUFFER), *((kind, PAGES) for kind in (None, *OTHERS))]
+)
 def test_arrivals_and_aborts_leak_no_slot(make_hybrid, strategy, kind):
     if kind == "short convolutions" and strategy is PAGES:
         pytest.skip("SGLang has no extra_buffer for them")
@@ -182,16 +197,18 @@ def test_what_is_kept_is_found_again(make_hybrid, monkeypatch, strategy):
 
 
 @pytest.mark.parametrize("strategy", [NO_BUFFER, {**PAGES, "overlap": True}], ids=["no", "extra"])
-@pytest.mark.parametrize("poison", POISONS.values(), ids=POISONS)
-def test_a_failed_iteration_is_taken_back(make_hybrid, monkeypatch, strategy, poison):
-    stock = make_hybrid(policy="sglang")
-    submit_all(stock)
-    stock.run_until_idle()
-    engine = make_hybrid(policy="hygen", **strategy)
-    replies = run_poisoned(engine, poison, monkeypatch)
-    assert replies.pop("poison").finish_reason == "abort"
-    assert {rid: r.output_ids for rid, r in replies.items()} == outputs(stock)
-    assert held_slots(engine.scheduler) == 0
+def test_a_failed_iteration_is_taken_back(make_hybrid, monkeypatch, strategy):
+    engine = make_hybrid(policy="sglang")
+    submit_all(engine)
+    engine.run_until_idle()
+    expected = outputs(engine)
+    for poison in ("sampling", "forward", "end at the fifth token", "admission"):
+        with monkeypatch.context() as patch:
+            engine = make_hybrid(policy="hygen", **strategy)
+            replies = run_poisoned(engine, POISONS[poison], patch)
+        assert replies.pop("poison").finish_reason == "abort", poison
+        assert {rid: r.output_ids for rid, r in replies.items()} == expected, poison
+        assert held_slots(engine.scheduler) == 0, poison
 
 
 def test_a_refused_request_gives_its_slot_back(make_hybrid, monkeypatch):
@@ -220,9 +237,9 @@ def test_a_refused_request_gives_its_slot_back(make_hybrid, monkeypatch):
 
 
 @pytest.mark.parametrize("strategy", [NO_BUFFER, EXTRA_BUFFER], ids=["no_buffer", "extra_buffer"])
-def test_the_same_tokens_with_drafts(make_hybrid, monkeypatch, strategy):
+def test_the_same_tokens_with_drafts(make_hybrid, stock, monkeypatch, strategy):
     texts = prompts(NUM_REQUESTS)
-    expected = submit(make_hybrid(policy="sglang", mixed=False), texts)
+    expected = stock(texts)
     draft_from(expected, texts, monkeypatch)
     drafts = {"speculative_algorithm": "NEXTN", **CHAIN}
     engine = make_hybrid(policy="cosched", **SMALL, **strategy, **drafts)

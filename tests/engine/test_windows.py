@@ -108,7 +108,6 @@ def make(make_engine, forget_experts, monkeypatch, tmp_path):
         pytest.param(WINDOWS, "cosched", 1, id="mellum"),
         pytest.param(WINDOWS, "hygen", 16, id="mellum, hygen, pages"),
         pytest.param(SINKS, "cosched", 16, id="gpt-oss, pages"),
-        pytest.param(SINKS, "hygen", 1, id="gpt-oss, hygen"),
         pytest.param(MIMO, "cosched", 1, id="mimo"),
         pytest.param(GEMMA, "cosched", 16, id="gemma 4, pages"),
     ],
@@ -126,15 +125,15 @@ def test_the_same_tokens_as_stock(make, model, policy, page_size):
     assert_drained(engine)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_random_traffic_in_a_tight_pool(make, seed):
     """Whatever comes, nothing is leaked, the engine preempts nothing by itself, and what a view
     says of a request is what SGLang then finds."""
     engine = make(
         WINDOWS,
-        policy=("cosched", "hygen")[seed % 2],
-        page_size=(1, 16)[seed // 2],
-        overlap=seed == 3,
+        policy=("cosched", "hygen")[seed],
+        page_size=(1, 16)[seed],
+        overlap=seed == 1,
         **TIGHT,
     )
     scheduler = engine.scheduler
@@ -263,7 +262,6 @@ def test_decodes_may_lack_window_memory_alone():
     ("model", "algorithm", "page_size"),
     [
         pytest.param(WINDOWS, "EAGLE", 1, id="eagle"),
-        pytest.param(SINKS, "EAGLE", 16, id="eagle, pages"),
         pytest.param(GEMMA, "FROZEN_KV_MTP", 16, id="frozen"),
     ],
 )
@@ -286,21 +284,19 @@ def test_the_same_tokens_with_drafts(make, monkeypatch, tmp_path, model, algorit
     assert_drained(engine)
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_host_memory_holds_windows_too(make, page_size):
+def test_host_memory_holds_windows_too(make):
     texts = prompts(NUM_REQUESTS)
     expected = submit(make(WINDOWS, policy="sglang", mixed=False), texts)
     small = {"max_total_tokens": 700, "swa_full_tokens_ratio": 0.4, "hicache_ratio": 4}
     host = ("--enable-hierarchical-cache",)
-    engine = make(WINDOWS, policy="cosched", page_size=page_size, switches=host, **small)
+    engine = make(WINDOWS, policy="cosched", page_size=16, switches=host, **small)
     controller = engine.scheduler.cosched
     controller.use_policy(StoppingPolicy(controller.policy, PreemptMode.KEEP_KV, seed=3))
     assert submit(engine, texts) == expected
     assert controller.counters.num_engine_refusals == controller.counters.num_safe_plans == 0
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(("seed", "page_size"), [(0, 1), (1, 16)])
 def test_kv_is_evicted_by_value(make, seed, page_size):
     """The mirror of the tree follows nodes that SGLang splits where windows begin, and leaves that
     go with their windows."""
