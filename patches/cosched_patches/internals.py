@@ -19,7 +19,7 @@ INTERNALS: Mapping[str, tuple[str, ...]] = {
     for target, names in {
         "managers.scheduler.Scheduler": """
             _add_request_to_queue _pending_chunked_abort_req _prefetch_kvcache
-            _release_aborted_request _sched_idled attn_tp_cpu_group beam_coordinator
+            _release_aborted_request _sched_idled attn_dp_enabled attn_tp_cpu_group beam_coordinator
             chunked_prefill_size chunked_req collect_inflight_reqs cur_batch_for_debug device
             dllm_config enable_hicache_storage enable_hierarchical_cache enable_hisparse
             enable_lmcache enable_lora enable_overlap forward_stream get_num_allocatable_reqs
@@ -37,8 +37,8 @@ INTERNALS: Mapping[str, tuple[str, ...]] = {
         """,
         "managers.schedule_batch.ScheduleBatch": """
             batch_is_full chunked_req decoding_reqs device extend_lens filter_batch forward_mode
-            hicache_consumer_index input_ids is_empty merge_batch orig_seq_lens out_cache_loc
-            prefix_lens req_pool_indices req_pool_indices_cpu req_to_token_pool reqs
+            hicache_consumer_index input_ids is_empty is_extend_in_batch merge_batch orig_seq_lens
+            out_cache_loc prefix_lens req_pool_indices req_pool_indices_cpu req_to_token_pool reqs
             return_logprob sampling_info seq_lens seq_lens_cpu seq_lens_sum spec_algorithm spec_info
             tree_cache
         """,

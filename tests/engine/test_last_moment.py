@@ -141,17 +141,18 @@ def test_a_sleep_ends_with_what_it_waits_for_or_with_its_time():
 
 
 @pytest.mark.parametrize(
-    ("changes", "alone"),
+    ("changes", "steps_together", "alone"),
     [
-        ({}, True),
-        ({"enable_dp_attention": True}, False),
-        ({"pp_size": 2}, False),
-        ({"disaggregation_mode": "decode"}, False),
+        ({}, False, True),
+        ({}, True, False),
+        ({"pp_size": 2}, False, False),
+        ({"disaggregation_mode": "decode"}, False, False),
     ],
 )
-def test_only_a_scheduler_whose_loop_is_its_own_waits(changes, alone):
-    args = {"enable_dp_attention": False, "pp_size": 1, "disaggregation_mode": "null"} | changes
-    assert port.waits_alone(SimpleNamespace(server_args=SimpleNamespace(**args))) is alone
+def test_only_a_scheduler_whose_loop_is_its_own_waits(changes, steps_together, alone):
+    args = SimpleNamespace(**{"pp_size": 1, "disaggregation_mode": "null"} | changes)
+    scheduler = SimpleNamespace(server_args=args, attn_dp_enabled=steps_together)
+    assert port.waits_alone(scheduler) is alone
 
 
 @pytest.mark.parametrize(

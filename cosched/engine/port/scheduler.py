@@ -141,7 +141,7 @@ def waits_alone(scheduler: Any) -> bool:
     """Whether no other replica or pipeline stage runs in lockstep with this scheduler."""
     args = scheduler.server_args
     is_whole = args.disaggregation_mode == "null" and args.pp_size == 1
-    return is_whole and parallel().group_size == 1
+    return is_whole and not scheduler.attn_dp_enabled
 
 
 def searches_host(scheduler: Any) -> bool:
