@@ -30,6 +30,9 @@ from cosched_patches.seam import Seam, after, around, before
 
 logger = logging.getLogger(__name__)
 
+_APP_PATH = "SGLANG_HTTP_SERVER_APP_PATH"
+_OUR_APP = "cosched_patches.http_worker:app"
+
 _WRONG_VALUES = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, re.error)
 """What Python raises when code gets a value that it does not expect."""
 
@@ -51,7 +54,12 @@ def check_server(server_args: Any, *_: Any, **__: Any) -> None:
         config = load_config()
         if config is not None:
             check_arguments(server_args, config)
-            os.environ.setdefault("SGLANG_HTTP_SERVER_APP_PATH", "cosched_patches.http_worker:app")
+            path = os.environ.setdefault(_APP_PATH, _OUR_APP)
+            if path != _OUR_APP and server_args.tokenizer_worker_num > 1:
+                raise ConfigError(
+                    f"{_APP_PATH}={path} cannot go with --tokenizer-worker-num: these processes "
+                    f"must import {_OUR_APP}; unset it"
+                )
     except ConfigError as error:
         # One sentence, no traceback, no process started.
         print(f"cosched: {error}", file=sys.stderr)
