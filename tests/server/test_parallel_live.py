@@ -67,12 +67,10 @@ def test_two_replicas_serve_both_classes(tiny_model, forks):
         check_both_classes(server)
 
 
-@pytest.mark.parametrize("algorithm", ["EAGLE", "NGRAM"])
-def test_both_classes_decode_with_drafts(tiny_model, forks, algorithm):
-    flags = ["--speculative-algorithm", algorithm, "--speculative-num-draft-tokens", "4"]
-    if algorithm == "EAGLE":
-        flags += ["--speculative-num-steps", "3", "--speculative-eagle-topk", "1"]
-        flags += ["--speculative-draft-model-path", str(tiny_model)]
+def test_both_classes_decode_with_drafts(tiny_model, forks):
+    flags = ["--speculative-algorithm", "EAGLE", "--speculative-num-draft-tokens", "4"]
+    flags += ["--speculative-num-steps", "3", "--speculative-eagle-topk", "1"]
+    flags += ["--speculative-draft-model-path", str(tiny_model)]
     with start_server(tiny_model, *flags, *LIMITS, forks=forks) as server:
         check_both_classes(server)
         assert server.states()[0]["tokens_per_decode"] >= 1
@@ -84,12 +82,10 @@ STATE_SLOTS = ("--max-mamba-cache-size", "20", "--mamba-radix-cache-strategy")
 @pytest.mark.parametrize(
     ("model", "flags"),
     [
-        (HYBRID, (*STATE_SLOTS, "no_buffer", "--disable-overlap-schedule")),
         (HYBRID, (*STATE_SLOTS, "extra_buffer", "--tp", "2")),
         (SIZES | WINDOWS, ("--swa-full-tokens-ratio", "0.3")),
-        (SIZES | WINDOWS, ("--swa-full-tokens-ratio", "0.3", "--tp", "2")),
     ],
-    ids=["state slots", "state slots, two ranks", "windows", "windows, two ranks"],
+    ids=["state slots, two ranks", "windows"],
 )
 def test_both_classes_have_a_memory_beside_the_kv(tiny_model, tmp_path, forks, model, flags):
     with_random_weights(model, tiny_model, tmp_path)
