@@ -11,6 +11,7 @@ from cosched.batch.jsonl.server import free_port
 from tests.engine.conftest import FLAGS, OFFLINE
 from tests.engine.tiny_models import LATENT, MIXTURE, SIZES
 
+NUM_RANKS = int(os.environ.get("COSCHED_LOCKSTEP_RANKS", "2"))  # or 4
 NUM_REQUESTS = int(os.environ.get("COSCHED_LOCKSTEP_REQUESTS", "24"))
 BINDING = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1|0|1", "OMP_NUM_THREADS": "1"}
 RUN = """
@@ -77,8 +78,8 @@ def outputs(told):
 
 @pytest.mark.parametrize(
     ("policy", "num_ranks", "model"),
-    [("cosched", 4, MIXTURE), ("hygen", 2, LATENT)],
-    ids=["four ranks", "hygen, latent attention"],
+    [("cosched", NUM_RANKS, MIXTURE), ("hygen", 2, LATENT)],
+    ids=["cosched", "hygen, latent attention"],
 )
 def test_the_same_tokens_as_stock_with_preemptions(group, policy, num_ranks, model):
     """With 4 ranks two share the requests of each rank of DP attention."""
