@@ -51,7 +51,7 @@ from cosched.core.view import OfflineOrder, View
 from cosched.schedule.base import PolicySettings
 from cosched.schedule.builder import PlanBuilder
 from cosched.schedule.candidates import Candidate, admit_best, punishments
-from cosched.schedule.deadlines import Deadlines, online_prefills
+from cosched.schedule.deadlines import Deadlines, PrefillSlacks, online_prefills
 from cosched.schedule.forecast import KvForecast
 from cosched.schedule.online_order import LATE_TURN, OnlineOrder, by_feasibility
 from cosched.schedule.phases import LEAST_SHARED, Steps, shortest_first, two_phases
@@ -116,8 +116,9 @@ class CoschedPolicy:
         behind = [r for r in order.late if r.rid != turn]
         if ahead or order.due:
             _preempt_unfinished(builder, behind)
-        offline_s = self._offline_s(deadlines, order, view)
-        budget = self._time_budget(deadlines, order, view, offline_s)
+        prefills = deadlines.prefill_slacks(order.due)
+        offline_s = self._offline_s(deadlines, prefills, view)
+        budget = self._time_budget(deadlines, prefills, order, view, offline_s)
         rest = Turn(alone=False)
         if options.turns:
             rest = next_turn(builder, deadlines, order, offline_s=offline_s, idle_s=state.idle_s)
@@ -141,8 +142,10 @@ class CoschedPolicy:
 
     def needs(self, view: View) -> RankNeeds:
         deadlines, order = self._look(PlanBuilder(view))
-        offline_s = self._offline_s(deadlines, order, view)
-        return deadlines.needs(self._time_budget(deadlines, order, view, offline_s))
+        prefills = deadlines.prefill_slacks(order.due)
+        offline_s = self._offline_s(deadlines, prefills, view)
+        budget = self._time_budget(deadlines, prefills, order, view, offline_s)
+        return deadlines.needs(budget)
 
     def _look(self, builder: PlanBuilder) -> tuple[Deadlines, OnlineOrder]:
         deadlines = Deadlines(builder, self._settings, give_up=self._options.feasible)
@@ -151,19 +154,22 @@ class CoschedPolicy:
             return deadlines, by_feasibility(builder.view, deadlines)
         return deadlines, OnlineOrder([*online_prefills(builder.view)], [], {})
 
-    def _offline_s(self, deadlines: Deadlines, order: OnlineOrder, view: View) -> float:
+    def _offline_s(self, deadlines: Deadlines, prefills: PrefillSlacks, view: View) -> float:
         """Most time of an iteration with offline work [s]."""
-        prefills = deadlines.prefill_slacks(order.due)
         # After decodes alone there is slack for long prefills, which pay the cost of mixing once.
         burst = GAPS if self._options.turns and view.tokens_per_decode > 1 else None
         return min(deadlines.offline_s(prefills, burst=burst), deadlines.idle_s(prefills))
 
     def _time_budget(
-        self, deadlines: Deadlines, order: OnlineOrder, view: View, offline_s: float
+        self,
+        deadlines: Deadlines,
+        prefills: PrefillSlacks,
+        order: OnlineOrder,
+        view: View,
+        offline_s: float,
     ) -> TimeBudget:
         """What chat needs of the iteration, and what offline work may take of it."""
         slacks, headroom = deadlines.slacks, view.tolerance_headroom
-        prefills = deadlines.prefill_slacks(order.due)
         is_whole = headroom is not None and headroom.wait_s is not None and not order.late
         if is_whole:
             online_s = math.inf  # prompts are not cut for the sake of decodes

@@ -14,7 +14,7 @@ import cosched.bootstrap  # noqa: F401  # before SGLang
 from cosched.engine.host_core import HostedTreeCore, RankedHostedTreeCore
 from cosched.memory.eviction import CopyOrder, LeastRecentlyUsed, Leaves
 from cosched.pool.radix import pack
-from tests.engine.test_tree_core import NUM_OPERATIONS, OPERATIONS, Machine, run
+from tests.engine.test_tree_core import CHANGES, OPERATIONS, Machine, only_follow, run, run_alike
 
 FULL = ComponentType.FULL
 HOST_TOKENS = 60
@@ -255,16 +255,7 @@ class HostRank(HostMachine):
         super().__init__("rust", page_size=page_size, seed=seed, is_write_back=False)
         self.core._core.write_through_threshold = 1  # more copies than host memory holds
         if not is_source:
-            self.tree.refer = lambda *args: None
-            self.tree.left = lambda *args: None
-            self.leaves.advance = lambda now_s: None
-            self.tree._future = None
-
-
-CHANGES = (
-    *("insert", "insert", "insert", "match", "lock", "unlock", "pin", "unpin"),
-    *("wait", "leave", "depart", "tick", "load", "finish", "finish", "peek"),
-)
+            only_follow(self)
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
@@ -273,29 +264,11 @@ def test_all_ranks_keep_the_same_on_both_tiers(monkeypatch, page_size):
     ranks = source, other = [
         HostRank(page_size=page_size, seed=1, is_source=is_source) for is_source in (True, False)
     ]
-    draw = random.Random(2)
-    num_given = num_alike = 0
-    for _ in range(NUM_OPERATIONS):
-        if draw.random() < 0.2:
-            evictions = source.leaves.next_to_go(draw.randrange(60))
-            given = None if draw.random() < 0.1 else evictions
-            for rank in ranks:
-                rank.core.give(given)
-            gone = source.evict()
-            assert gone == other.evict()
-            num_given += len(gone) if given else 0
-            num_alike += len({node_id for node_id, _ in given or ()} & set(gone))
-        else:
-            change = draw.choice(CHANGES)
-            for rank in ranks:
-                getattr(rank, change)()
+    for _ in run_alike(source, other, (*CHANGES, "load", "finish", "finish", "peek"), "evict"):
         assert not source.core.is_off and not other.core.is_off
-        assert source.tree.nodes.keys() == other.tree.nodes.keys()
         assert source.host_free == other.host_free
-        assert source.tree.num_evictable == other.core.full_evictable_size()
     for rank in ranks:
         rank.audit()
-    assert num_alike > num_given / 2 > 0
     assert source.core.evicted["demoted"] > 0 and source.core.evicted["host"] > 0
 
 

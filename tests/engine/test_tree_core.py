@@ -266,6 +266,14 @@ def test_if_the_mirror_is_wrong_sglangs_order_is_used(caplog):
 # --- Several ranks ---
 
 
+def only_follow(machine):
+    """Make it a rank that is not rank 0: it knows neither the time nor the requests."""
+    machine.tree.refer = lambda *args: None
+    machine.tree.left = lambda *args: None
+    machine.leaves.advance = lambda now_s: None
+    machine.tree._future = None
+
+
 class Rank(Machine):
     """is_source: rank 0, which knows the time, and which requests wait and have ended."""
 
@@ -273,10 +281,7 @@ class Rank(Machine):
         super().__init__(core_name, page_size=page_size, order="value", seed=seed)
         self.core = RankedTreeCore(make_core(core_name, page_size), self.tree, self.leaves)
         if not is_source:
-            self.tree.refer = lambda *args: None
-            self.tree.left = lambda *args: None
-            self.leaves.advance = lambda now_s: None
-            self.tree._future = None
+            only_follow(self)
 
 
 CHANGES = (
@@ -285,13 +290,9 @@ CHANGES = (
 )
 
 
-@pytest.mark.parametrize("page_size", [1, 4])
-def test_all_ranks_evict_the_nodes_of_rank_0(page_size):
-    """With the Rust core: the Python core numbers the nodes of all trees of a process."""
-    source, other = (
-        Rank("rust", page_size=page_size, seed=1, is_source=is_source)
-        for is_source in (True, False)
-    )
+def run_alike(source, other, changes, evict):
+    """The same random changes and evictions on two ranks; yields after each. `evict` names the
+    method that evicts and returns the nodes."""
     draw = random.Random(2)
     num_given = num_alike = 0
     for _ in range(NUM_OPERATIONS):
@@ -302,20 +303,32 @@ def test_all_ranks_evict_the_nodes_of_rank_0(page_size):
             for rank in (source, other):
                 rank.core.give(given)
             if draw.random() < 0.3:  # the tree changes after the list was made
-                change = draw.choice(CHANGES)
+                change = draw.choice(changes)
                 for rank in (source, other):
                     getattr(rank, change)()
-            gone = source.evict_some()
-            assert gone == other.evict_some()
+            gone = getattr(source, evict)()
+            assert gone == getattr(other, evict)()
             num_given += len(gone) if given else 0
             num_alike += len({node_id for node_id, _ in given or ()} & set(gone))
         else:
-            change = draw.choice(CHANGES)
+            change = draw.choice(changes)
             for rank in (source, other):
                 getattr(rank, change)()
         assert source.tree.nodes.keys() == other.tree.nodes.keys()
         assert source.tree.num_evictable == other.core.full_evictable_size()
+        yield
     assert num_alike > num_given / 2 > 0
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_all_ranks_evict_the_nodes_of_rank_0(page_size):
+    """With the Rust core: the Python core numbers the nodes of all trees of a process."""
+    source, other = (
+        Rank("rust", page_size=page_size, seed=1, is_source=is_source)
+        for is_source in (True, False)
+    )
+    for _ in run_alike(source, other, CHANGES, "evict_some"):
+        pass
 
 
 def test_a_rank_that_lost_track_after_it_got_the_list_says_so():
