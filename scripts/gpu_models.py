@@ -39,68 +39,24 @@ from cosched.errors import CoschedError
 from cosched.lab.demo_model import ensure_demo_model
 from cosched.versions import versions
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from tests.engine.tiny_models import HYBRID, LATENT, MIXTURE, SIZES, WINDOWS
+
 VOCAB_SIZE = 2000
 COMMON = ("--dtype", "float32", "--mem-fraction-static", "0.2", "--max-running-requests", "12")
 SMALL = ("--max-total-tokens", "2500")
 DRAFTS = ("--speculative-num-draft-tokens", "4")
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "moe_intermediate_size": 32,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "vocab_size": VOCAB_SIZE,
-    "max_position_embeddings": 4096,
-    "initializer_range": 0.15,
-    "dtype": "float32",
-}
+SIZED = {**SIZES, "vocab_size": VOCAB_SIZE, "initializer_range": 0.15, "dtype": "float32"}
 MODELS: Mapping[str, Mapping[str, Any]] = {
     "states": {
-        "model_type": "qwen3_next",
-        "full_attention_interval": 2,
+        **HYBRID,
         "layer_types": ["linear_attention", "full_attention"] * 2,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_conv_kernel_dim": 4,
         "shared_expert_intermediate_size": 32,
+        **SIZED,
     },
-    "windows": {
-        "model_type": "mellum",
-        "sliding_window": 32,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-    },
-    "latent": {
-        "model_type": "deepseek_v3",
-        "num_key_value_heads": 4,
-        "q_lora_rank": 32,
-        "kv_lora_rank": 32,
-        "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 16,
-        "v_head_dim": 16,
-        "n_routed_experts": 4,
-        "first_k_dense_replace": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "moe_layer_freq": 1,
-        "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid",
-        "rope_theta": 10000.0,
-        "rope_scaling": {
-            "type": "yarn",
-            "factor": 1.0,
-            "original_max_position_embeddings": 4096,
-            "beta_fast": 32,
-            "beta_slow": 1,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-        },
-    },
+    "windows": WINDOWS | SIZED,
+    "latent": {**SIZED, **LATENT},
+    "attention_dp": MIXTURE | SIZED,
 }
 FLAGS: Mapping[str, Sequence[str]] = {
     "eagle": (
@@ -110,7 +66,7 @@ FLAGS: Mapping[str, Sequence[str]] = {
     "ngram": ("--speculative-algorithm", "NGRAM", *DRAFTS),
     "attention_dp": ("--tp", "2", "--dp", "2", "--enable-dp-attention"),
 }
-KINDS = (*FLAGS, *MODELS)
+KINDS = tuple(dict.fromkeys((*FLAGS, *MODELS)))
 
 
 def write_model(folder: Path, kind: str) -> Path:
@@ -120,7 +76,7 @@ def write_model(folder: Path, kind: str) -> Path:
         return tiny
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    fields = {**SIZES, **MODELS[kind]}
+    fields = dict(MODELS[kind])
     torch.manual_seed(7)
     config = AutoConfig.for_model(**fields)
     target = folder / kind
