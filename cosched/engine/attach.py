@@ -247,7 +247,10 @@ def _evicts(scheduler: Any, config: Config) -> bool:
 def use_virtual_device(scheduler: Any, clock: Clock, graphs: GraphSizes | None) -> None:
     """Take time from another clock and CUDA graphs from a modelled GPU; before the first request
     comes."""
-    scheduler.cosched_observer.use_virtual_clock(clock)
+    observer = scheduler.cosched_observer
+    observer.use_virtual_clock(clock)
+    if observer.group is not None:
+        observer.group.plans_ahead = port.overlaps(scheduler)
     controller = getattr(scheduler, "cosched", None)
     if controller is not None:
         controller.predictor.use_graphs(graphs)

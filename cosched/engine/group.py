@@ -56,7 +56,7 @@ class Group:
         self._exchange = exchange
         self._guard = guard
         self._rank = rank
-        self._plans_ahead = plans_ahead
+        self.plans_ahead = plans_ahead
         self._takes_turns = takes_turns
         self._has_decoded = False
         """The latest iteration had no prefills, so that decodes are not late."""
@@ -92,7 +92,7 @@ class Group:
             if launched.predicted_s is not None:
                 launched.predicted_s = longest_s
         # Ranks count their time from the end of their own batches.
-        waits = [longest_s - batch_s if self._plans_ahead else 0.0 for batch_s in predicted]
+        waits = [longest_s - batch_s if self.plans_ahead else 0.0 for batch_s in predicted]
         group = [
             needs._replace(online_s=needs.online_s - wait_s, offline_s=needs.offline_s - wait_s)
             for row, wait_s in zip(rows, waits, strict=True)

@@ -241,6 +241,13 @@ class LocalEngine:
 
         self.scheduler._add_request_to_queue = add
 
+    def gather(self, own: Any) -> list[Any]:
+        """The objects of all ranks; all of them call it."""
+        group = self.scheduler.tp_cpu_group
+        gathered = [None] * torch.distributed.get_world_size(group)
+        torch.distributed.all_gather_object(gathered, own, group=group)
+        return gathered
+
     def submit(
         self,
         rid: str,

@@ -302,6 +302,11 @@ class ColumnLog:
         }
         self._appenders = tuple(column.append for column in self._columns.values())
 
+    def extend(self, columns: Iterable[Floats]) -> None:
+        """The values of each column, in their order."""
+        for column, values in zip(self._columns.values(), columns, strict=True):
+            column.extend(array(column.typecode, values.astype(column.typecode).tobytes()))
+
     def append(self, row: Iterable[float | None]) -> None:
         """One value per column, in their order."""
         for append, value in zip(self._appenders, row, strict=True):

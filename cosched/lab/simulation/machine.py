@@ -8,7 +8,7 @@ from typing import Any
 from cosched.errors import ConfigError
 from cosched.lab.cost_models.sglang_defaults import default_chunk_tokens, kv_capacity_tokens
 from cosched.lab.cost_models.specs import gpu_spec, model_spec
-from cosched.lab.simulation.tiny_model import STATES
+from cosched.lab.simulation.tiny_model import DP_ATTENTION, STATES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +18,8 @@ class Machine:
     model                 the served model
     gpu                   the simulated GPU
     tp                    number of GPUs (tensor parallelism)
+    dp_ranks              ranks of DP attention: each is such a machine, and all step together.
+                          SGLang divides the budget of tokens and the running requests among them
     kv_tokens             KV capacity [tokens]; default: what fits beside the model's weights
     page_size             tokens per KV page
     chunk_tokens          token budget of an iteration; -1: prompts are never split; default: that
@@ -48,6 +50,7 @@ class Machine:
     model: str = "Llama-3.1-8B"
     gpu: str = "A100-80"
     tp: int = 1
+    dp_ranks: int = 1
     kv_tokens: int | None = None
     page_size: int = 1
     chunk_tokens: int | None = None
@@ -97,6 +100,10 @@ class Machine:
             "schedule-conservativeness": self.schedule_conservativeness,
         }
         flags = [text for name, value in values.items() for text in (f"--{name}", str(value))]
+        if self.dp_ranks > 1:
+            if self.host_kv_tokens:
+                raise ConfigError("ranks of DP attention have no host memory in the simulation")
+            flags += ["--tp", str(self.dp_ranks), DP_ATTENTION, str(self.dp_ranks)]
         if self.mixed_chunk:
             flags.append("--enable-mixed-chunk")
         if self.drafts:

@@ -119,6 +119,7 @@ class MachineOptions:
     model: Annotated[str, Parameter(choices=sorted(MODELS))] = _MACHINE.model
     gpu: Annotated[str, Parameter(choices=sorted(GPUS))] = _MACHINE.gpu
     tp: Count = 1
+    dp_ranks: Count = 1
     kv_tokens: Count | None = None
     page_size: Count = 1
     chunk_tokens: Annotated[

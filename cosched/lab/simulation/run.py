@@ -30,6 +30,7 @@ from cosched.lab.simulation.clients import online_client
 from cosched.lab.simulation.drafts import Acceptance
 from cosched.lab.simulation.host_time import host_time
 from cosched.lab.simulation.machine import Machine
+from cosched.lab.simulation.ranks import forked
 from cosched.lab.simulation.requests import is_missed, load_requests, offline_client
 from cosched.lab.simulation.setting import Setting
 from cosched.lab.simulation.work import JobWork, job_work
@@ -243,6 +244,7 @@ def execute_requests(
     with contextlib.ExitStack() as stack:
         stack.enter_context(configured(config))
         flags = engine_flags(spec)
+        ranks = stack.enter_context(forked(machine.dp_ranks))
         try:
             engine = VirtualEngine(
                 flags=flags,
@@ -253,6 +255,7 @@ def execute_requests(
                 host=host_time(spec.host_time, policy_entry(spec.setting.policy)),
                 acceptance=Acceptance(machine.acceptance, machine.acceptance_spread),
                 window_tokens=machine.window_tokens,
+                ranks=ranks,
             )
         except CoschedError:
             raise
@@ -264,12 +267,13 @@ def execute_requests(
             sources.append(offline_client(spec, offline))
         num_offline = len(offline)
         has_given_up = _giving_up(spec, engine)
+        reports = None if ranks.rank else on_progress
         gave_up = False
 
         def is_over() -> bool:
             nonlocal gave_up
-            if on_progress is not None and len(engine.iterations) % _ASKED_EVERY == 0:
-                on_progress(min(engine.clock.now_s(), spec.end_s))
+            if reports is not None and len(engine.iterations) % _ASKED_EVERY == 0:
+                reports(min(engine.clock.now_s(), spec.end_s))
             if engine.clock.now_s() >= spec.end_s:
                 return True
             gave_up = has_given_up()
@@ -282,14 +286,16 @@ def execute_requests(
         if not num_offline and not gave_up:
             end_s = spec.end_s
         records = [*engine.records, *engine.open_records()]
+        iterations = ranks.merged(engine.iterations)
+        ranks.end()
         controller = getattr(engine.scheduler, "cosched", None)
         return RunResult(
             spec=spec,
             summary=summarize_run(
-                spec, records, engine.iterations, end_s=end_s, work=_work_of(spec, offline)
+                spec, records, iterations, end_s=end_s, work=_work_of(spec, offline)
             ),
             records=records,
-            iterations=engine.iterations,
+            iterations=iterations,
             kv=engine.kv,
             end_s=end_s,
             wall_s=wall_s,
@@ -367,7 +373,8 @@ def _work_of(spec: RunSpec, offline: Sequence[TraceRequest]) -> JobWork | None:
         offline,
         cost_model_of(exact),
         kv_tokens=spec.machine.capacity(),
-        max_running=spec.machine.max_running_requests,
+        max_running=max(spec.machine.max_running_requests // spec.machine.dp_ranks, 1),
+        num_ranks=spec.machine.dp_ranks,
     )
 
 

@@ -19,6 +19,17 @@ EOS_ID = 2
 STATES = "--max-mamba-cache-size"
 """The flag of a model with state slots."""
 
+DP_ATTENTION = "--attn-dp-size"
+"""SGLang wants a mixture of experts with it."""
+
+_MIXTURE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 64,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 64,
+}
+
 _STATES = {
     "architectures": ["Qwen3NextForCausalLM"],
     "model_type": "qwen3_next",
@@ -65,6 +76,8 @@ def write_model_config(
         "torch_dtype": "bfloat16",
         **windows.config_of(window_tokens),
     }
+    if DP_ATTENTION in flags:
+        config |= _MIXTURE
     if STATES in flags:
         config |= _STATES
     if identity is not None:

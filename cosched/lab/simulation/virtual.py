@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import msgspec
 import psutil
 
 from cosched.core.batch import BatchShape
@@ -27,27 +26,26 @@ from cosched.core.wire import (
     HINT_KEY,
     OFFLINE_PRIORITY,
     PARAMS_KEY,
-    class_of_priority,
     params_of_slo,
 )
 from cosched.engine import port
 from cosched.engine.attach import use_virtual_device
-from cosched.engine.observe import Iteration
 from cosched.engine.port.attention import assuming_one_reading
 from cosched.engine.port.prefixes import RunningPrefixes, with_repeated
 from cosched.errors import ConfigError
 from cosched.lab.cost_models.base import PrefixReads
 from cosched.lab.local_engine import LocalEngine, lengths_of, made_up, made_up_drafts
-from cosched.lab.metrics.records import ColumnLog, IterationLog, IterationRecord, RequestRecord
+from cosched.lab.metrics.records import ColumnLog, IterationLog, RequestRecord
 from cosched.lab.simulation.arrivals import VOCAB_SIZE, Arrival, Source
 from cosched.lab.simulation.clock import VirtualClock, VirtualEvent, quiet_host
 from cosched.lab.simulation.drafts import NO_DRAFTS, Acceptance, verified_s
 from cosched.lab.simulation.host_time import HostTime, Load, NoHostTime
+from cosched.lab.simulation.logs import KV_COLUMNS, KV_PERIOD_S, iteration_row, kv_row
+from cosched.lab.simulation.ranks import ALONE, Ranks
 from cosched.lab.simulation.request_state import ComputedPrefixes, RequestState
 from cosched.lab.simulation.tiny_model import EOS_ID, draft_model_flags, write_model_config
 from cosched.lab.simulation.virtual_host import VirtualTransfers
 from cosched.lab.simulation.windows import seen_through
-from cosched.memory.occupancy import HostOccupancy, KvOccupancy
 from cosched.predict.fitted import GraphSizes
 from cosched.predict.profile_file import EngineIdentity
 
@@ -58,20 +56,6 @@ _MEMORY_SHARE = 0.8
 """Share of the free host memory that unfinished requests may take."""
 
 _FIRST_ID = 10
-
-_KV_FIELDS = tuple(f.name for f in msgspec.structs.fields(KvOccupancy) if f.type in (int, bool))
-_HOST_FIELDS = HostOccupancy.__struct_fields__
-
-KV_COLUMNS = (
-    "time_s",
-    *(f"recomputed_{request_class.value}" for request_class in RequestClass),
-    *_KV_FIELDS,
-    *(f"host_{name}" for name in _HOST_FIELDS),
-)
-"""Of `VirtualEngine.kv`. recomputed_*: prefill tokens so far that were computed before."""
-
-KV_PERIOD_S = 1.0
-"""Between two rows of the KV log; a row takes O(nodes)."""
 
 _IDLE_ITERATIONS = 3
 """Before the scheduler counts as idle: after a running batch SGLang has one without a batch."""
@@ -128,11 +112,13 @@ class VirtualEngine:
         host: HostTime | None = None,
         acceptance: Acceptance = NO_DRAFTS,
         window_tokens: int = 0,
+        ranks: Ranks = ALONE,
     ) -> None:
         """identity: of the simulated engine, for a policy that starts from a profile of it.
         host_link: if the flags give it host memory. prefix_reads: those of the cost model. host:
         None: the host takes no time. acceptance: of drafted tokens, if the flags ask for
-        speculative decoding. window_tokens: of sliding windows in half of the layers; 0: none."""
+        speculative decoding. window_tokens: of sliding windows in half of the layers; 0: none.
+        ranks: that step together, of which this process is one."""
         self._host = host or NoHostTime()
         self.clock = VirtualClock(self._host.after_wait_s)
         self.records: list[RequestRecord] = []
@@ -146,12 +132,18 @@ class VirtualEngine:
         self._cost_model = cost_model
         self._acceptance = acceptance
         self._window_tokens = window_tokens
+        self._ranks = ranks
+        self._ended: list[RequestRecord] = []
+        """Of this rank, not in `records` yet."""
+        self._num_open = 0
+        """Unfinished requests of all ranks."""
         self._sources: Sequence[Source] = ()
         self._following: dict[str, RequestState] = {}
         self._num_prompt_tokens = 0
         """Of the unfinished requests."""
         free_bytes = psutil.virtual_memory().available
-        self._max_prompt_tokens = int(_MEMORY_SHARE * free_bytes / _BYTES_PER_PROMPT_TOKEN)
+        most_bytes = _MEMORY_SHARE * free_bytes / ranks.number
+        self._max_prompt_tokens = int(most_bytes / _BYTES_PER_PROMPT_TOKEN)
         self._reqs: dict[str, Any] = {}
         self._num_launched = 0
         self._num_in_flight = 0
@@ -169,8 +161,12 @@ class VirtualEngine:
                     *("--mem-fraction-static", "0.2"),
                     *flags,
                     *draft_model_flags(folder, flags),
-                ]
+                    *ranks.flags(),
+                ],
+                rank=ranks.rank,
+                dp_rank=ranks.rank if ranks.number > 1 else None,
             )
+        ranks.join(self.local)
         self.scheduler = self.local.scheduler
         self._prefixes: RunningPrefixes | None = None
         if prefix_reads is not PrefixReads.EACH:
@@ -208,6 +204,7 @@ class VirtualEngine:
 
         def is_done() -> bool:
             nonlocal last_launched, num_idle
+            self._hear_ended()
             if until is not None and until():
                 return True
             self._log_kv(self.clock.now_s())
@@ -225,17 +222,33 @@ class VirtualEngine:
 
         with quiet_host():
             self.local.run(until_done)
+        self._hear_ended()
 
     def open_records(self) -> list[RequestRecord]:
-        """Records of the requests that have not ended, in the order of arrival."""
-        return [f.record(self._reqs.get(rid), None) for rid, f in self._following.items()]
+        """Records of the requests that have not ended, in the order of arrival at each rank."""
+        own = [f.record(self._reqs.get(rid), None) for rid, f in self._following.items()]
+        return self._ranks.gather(own)
+
+    def _hear_ended(self) -> None:
+        """Requests have ended, on all ranks."""
+        own, self._ended = self._ended, []
+        now_s, ended, self._num_open = self._ranks.agree(
+            self.clock.now_s(), own, len(self._following)
+        )
+        self.clock.advance_to(now_s)
+        for record in ended:
+            self.records.append(record)
+            self.num_finished_offline += record.request_class is RequestClass.OFFLINE
+            for source in self._sources:
+                source.on_finish(record)
 
     def _deliver(self) -> bool:
         now_s = self.clock.now_s()
         delivered = False
         for source in self._sources:
             for arrival in source.due(now_s):
-                self._submit(arrival)
+                if self._ranks.takes_next():
+                    self._submit(arrival)
                 delivered = True
         return delivered
 
@@ -249,10 +262,10 @@ class VirtualEngine:
             self.clock.advance_to(min(times))
             self._deliver()
             return True
-        if self._following:
+        if self._num_open:
             raise RuntimeError(
                 f"the scheduler hangs at {self.clock.now_s():.3f} s: "
-                f"{len(self._following)} requests are unanswered and nothing runs"
+                f"{self._num_open} requests are unanswered and nothing runs"
             )
         return False
 
@@ -298,7 +311,16 @@ class VirtualEngine:
             self.clock.advance_to(launched.done_s)
             with self._host.left_out():
                 before = [len(req.output_ids) for req in batch.reqs]
-                self._log_iteration(batch, launched, result.cosched)
+                self.iterations.append(
+                    iteration_row(
+                        self.scheduler,
+                        batch,
+                        launched.shape,
+                        getattr(result, "cosched", None),
+                        start_s=launched.start_s,
+                        done_s=launched.done_s,
+                    )
+                )
                 load = self._load(len(batch.reqs), len(launched.shape.prefills))
             process(batch, result)
             self.clock.advance_to(self.clock.now_s() + self._host.result_s(load))
@@ -356,14 +378,17 @@ class VirtualEngine:
             return self._modelled(batch)
 
     def _modelled(self, batch: Any) -> Any:
-        shape = port.shape_of(batch)
-        if self._prefixes is not None:
-            shape = with_repeated(shape, batch, self._prefixes)
+        shape, seconds = BatchShape(), 0.0
         start_s = max(self.clock.now_s(), self.clock.device_done_s)
-        seen = seen_through(shape, self._window_tokens)
-        seconds = verified_s(seen, self._cost_model.iteration_s)
+        if port.runs_model(batch):  # else other ranks compute
+            shape = port.shape_of(batch)
+            if self._prefixes is not None:
+                shape = with_repeated(shape, batch, self._prefixes)
+            seen = seen_through(shape, self._window_tokens)
+            seconds = verified_s(seen, self._cost_model.iteration_s)
         if shape.num_loaded and self._transfers is not None:
             seconds = self._transfers.iteration_s(start_s, seconds)
+        start_s, seconds = self._ranks.step(start_s, seconds)
         self.clock.device_done_s = start_s + seconds
         self._num_launched += 1
         if port.speculates(batch):
@@ -442,59 +467,12 @@ class VirtualEngine:
                 self._computed.add(port.token_ids(req)[:-1])
                 del self._following[req.rid], self._reqs[req.rid]
                 self._num_prompt_tokens -= len(following.arrival.input_ids)
-                record = following.record(req, now_s)
-                self.records.append(record)
-                self.num_finished_offline += record.request_class is RequestClass.OFFLINE
-                for source in self._sources:
-                    source.on_finish(record)
+                self._ended.append(following.record(req, now_s))
 
     def _log_kv(self, now_s: float) -> None:
         controller = self._controller
         if controller is None or controller.kv is None or now_s < self._kv_due_s:
             return
         self._kv_due_s = now_s + KV_PERIOD_S
-        occupancy = controller.kv.occupancy()
-        tokens = (getattr(occupancy, name) for name in _KV_FIELDS)
-        on_host = (getattr(occupancy.host, name, 0) for name in _HOST_FIELDS)
-        self.kv.append((now_s, *self._num_again.values(), *tokens, *on_host))
-
-    def _log_iteration(self, batch: Any, launched: _Launched, iteration: Iteration) -> None:
-        shape = launched.shape
-        scheduler = self.scheduler
-        counts = {RequestClass.ONLINE: [0, 0, 0, 0], RequestClass.OFFLINE: [0, 0, 0, 0]}
-        num_prefills = len(shape.prefills)
-        for index, req in enumerate(batch.reqs):
-            count = counts[class_of_priority(req.priority)]
-            if index < num_prefills:
-                count[0] += shape.prefills[index].num_new
-                count[1] += 1
-            else:
-                count[2] += 1
-            count[3] += port.num_committed(req)
-        in_batch = {req.rid for req in batch.reqs}
-        for req in port.in_flight(scheduler):  # paused requests hold KV too
-            if req.rid not in in_batch:
-                counts[class_of_priority(req.priority)][3] += port.num_committed(req)
-        on, off = counts[RequestClass.ONLINE], counts[RequestClass.OFFLINE]
-        free = port.kv_free(scheduler)
-        cached = port.kv_evictable(scheduler)
-        held = port.kv_total(scheduler) - free - cached
-        held_online = min(on[3], held)
-        self.iterations.append(
-            IterationRecord(
-                start_s=launched.start_s,
-                duration_s=launched.done_s - launched.start_s,
-                predicted_s=iteration.predicted_s,
-                planning_s=iteration.planning_s,
-                num_online_prefill_tokens=on[0],
-                num_offline_prefill_tokens=off[0],
-                num_online_prefills=on[1],
-                num_offline_prefills=off[1],
-                num_online_decodes=on[2],
-                num_offline_decodes=off[2],
-                kv_online_tokens=held_online,
-                kv_offline_tokens=held - held_online,
-                kv_cached_tokens=cached,
-                kv_free_tokens=free,
-            )
-        )
+        row = kv_row(controller.kv.occupancy())
+        self.kv.append((now_s, *self._num_again.values(), *row))

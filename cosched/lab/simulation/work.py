@@ -97,6 +97,7 @@ class JobWork:
     total_s  their sum: the time of the job in its best mix alone [s]
     load     what there is to compute
     largest  share of the job that one iteration can hold
+    num_ranks  ranks of DP attention, which share the job and the online requests
     """
 
     costs: dict[str, LineCost]
@@ -104,6 +105,7 @@ class JobWork:
     load: _Load
     largest: float
     cost_model: CostModel
+    num_ranks: int = 1
 
     def bound_per_s(
         self, online: Iterable[RequestRecord], window: Window, *, tpot_s: float | None
@@ -113,12 +115,12 @@ class JobWork:
         tpot_s  target of online requests: limit of an iteration while one of them decodes
         """
         records = [record for record in online if record.ok and record.first_s is not None]
-        beside = _load_of(records, window).times(1 / window.length_s)
-        most = self.total_s * self._jobs_per_s(beside, math.inf)
+        beside = _load_of(records, window).times(1 / window.length_s / self.num_ranks)
+        most = self.num_ranks * self.total_s * self._jobs_per_s(beside, math.inf)
         if tpot_s is None:
             return most
         share = _decoding_share(records, window)
-        limited = self.total_s * self._jobs_per_s(beside, tpot_s)
+        limited = self.num_ranks * self.total_s * self._jobs_per_s(beside, tpot_s)
         return share * limited + (1 - share) * most
 
     def _jobs_per_s(self, beside: _Load, limit_s: float) -> float:
@@ -133,6 +135,7 @@ def job_work(
     *,
     kv_tokens: int,
     max_running: int,
+    num_ranks: int = 1,
 ) -> JobWork:
     """Cost of the lines of a job. Lines share the cost of prompt tokens that they have in common.
 
@@ -141,6 +144,7 @@ def job_work(
 
     kv_tokens    capacity of the KV memory
     max_running  most requests that decode in one iteration
+    num_ranks    see `JobWork`; capacity and requests are those of one
     """
     loads = []
     num_held = 0.0  # sum over decodes of the KV tokens that the request holds for itself
@@ -180,6 +184,7 @@ def job_work(
         load=load,
         largest=largest,
         cost_model=cost_model,
+        num_ranks=num_ranks,
     )
 
 
