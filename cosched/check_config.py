@@ -103,7 +103,7 @@ def _kind(kind: types.Type) -> str:
 
 
 def _structs(kind: types.Type) -> Iterator[tuple[type[msgspec.Struct], str]]:
-    """The structs within a type, each with "<name>" if it is in a mapping from names."""
+    """The structs within a type, each with "<name>" or "<number>" if it is in a mapping or list."""
     if isinstance(kind, types.UnionType):
         for one in kind.types:
             yield from _structs(one)
@@ -112,12 +112,17 @@ def _structs(kind: types.Type) -> Iterator[tuple[type[msgspec.Struct], str]]:
     elif isinstance(kind, types.DictType):
         for inner, _ in _structs(kind.value_type):
             yield inner, "<name>"
+    elif isinstance(kind, types.VarTupleType):
+        for inner, _ in _structs(kind.item_type):
+            yield inner, "<number>"
 
 
 def _default(field: types.Field) -> str:
     value: Any = field.default
     if field.default_factory is not msgspec.NODEFAULT:
         value = field.default_factory()
+    if value is msgspec.NODEFAULT:
+        return "required"
     if isinstance(value, msgspec.Struct):
         return ""  # its keys have theirs
     return msgspec.json.encode(value).decode()

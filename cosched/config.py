@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -15,7 +16,8 @@ import msgspec
 
 from cosched.batch.config import BatchesConfig
 from cosched.core.request import Slo
-from cosched.core.wire import Bounds
+from cosched.core.tiers import Tier
+from cosched.core.wire import SERVICE_TIERS, Bounds
 from cosched.errors import ConfigError, choices
 from cosched.limits.claims import Claims
 from cosched.memory.config import KvConfig
@@ -48,6 +50,45 @@ class SloConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def targets(self) -> Slo:
         return Slo(ttft_s=self.ttft_ms / 1e3, tpot_s=self.tpot_ms / 1e3)
+
+
+class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A tier of online requests (docs/policies/cosched.md). A request has the tier with the
+    greatest priority that is not above its own.
+
+    name      what `service_tier` calls it: letters, digits, ``_`` and ``-``
+    priority  least priority of its requests, 0 or more; a higher one is served first
+    ttft_ms   TTFT target of its requests that name none [ms]; absent: `slo`
+    tpot_ms   TPOT target of its requests that name none [ms]; absent: `slo`
+    share     least share of the iterations with online prefills in which its requests come first,
+              while higher tiers have work
+    """
+
+    name: str
+    priority: int
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    share: float = 0.05
+
+    def __post_init__(self) -> None:
+        is_taken = self.name in SERVICE_TIERS and self.name not in ("default", "priority")
+        if not re.fullmatch(r"[A-Za-z0-9_-]{1,40}", self.name) or is_taken:
+            raise ValueError(f"name {self.name!r} cannot be that of a tier of online requests")
+        if self.priority < 0:
+            raise ValueError(f"priority of tier {self.name} is below 0: {self.priority}")
+        for name in ("ttft_ms", "tpot_ms"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ValueError(f"{name} must be a positive number of milliseconds, not {value}")
+        if not 0 <= self.share <= 0.5:
+            raise ValueError(f"share of tier {self.name} must be in [0, 0.5], not {self.share}")
+
+    def tier(self) -> Tier:
+        def seconds(value: float | None) -> float | None:
+            return None if value is None else value / 1e3
+
+        slo = Slo(ttft_s=seconds(self.ttft_ms), tpot_s=seconds(self.tpot_ms))
+        return Tier(name=self.name, priority=self.priority, slo=slo, share=self.share)
 
 
 class SharedPrefixConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -101,6 +142,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     policy             name of the policy (docs/policies/)
     slo                targets of online requests that name none
+    tiers              tiers of online requests (docs/policies/cosched.md); absent: all have one
     claims             class and targets that requests may claim, by API key too (docs/api.md)
     limits             how large a request may be before it is read (docs/api.md)
     pool               order of the offline pool, for policies that keep it in prefix order; absent:
@@ -145,6 +187,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     policy: str = "cosched"
     slo: SloConfig = SloConfig()
+    tiers: tuple[TierConfig, ...] = ()
     claims: Claims = Claims()
     limits: LimitsConfig = LimitsConfig()
     pool: PoolConfig | None = None
@@ -196,8 +239,20 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 raise ValueError("predictor: it is fitted to a profile; name latency_model")
         if not 0 <= self.predictor_error <= 1:
             raise ValueError(f"predictor_error must be in [0, 1], not {self.predictor_error}")
+        for name in ("name", "priority"):
+            if len({getattr(tier, name) for tier in self.tiers}) < len(self.tiers):
+                raise ValueError(f"tiers: two have the same {name}")
+        known = {tier.name for tier in self.tiers}
+        for key in self.claims.keys.values():
+            for tier_name in key.tiers or ():
+                if tier_name not in known:
+                    raise ValueError(f"claims.keys: unknown tier {tier_name!r} in `tiers`")
         self.target_bounds()
         self.named_kv()
+
+    def online_tiers(self) -> tuple[Tier, ...]:
+        """From the highest to the lowest."""
+        return tuple(sorted((one.tier() for one in self.tiers), key=lambda tier: -tier.priority))
 
     def target_bounds(self) -> Bounds:
         """Within what the targets of requests are taken at their word."""

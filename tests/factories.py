@@ -35,6 +35,7 @@ class FakeRequest:
     rid: str
     request_class: RequestClass = RequestClass.ONLINE
     slo: Slo = field(default_factory=Slo)
+    tier: int = 0
     traits: Traits = PLAIN
     arrival_s: float = 0.0
     first_token_s: float | None = None

@@ -33,7 +33,8 @@ class SkipReason(Enum):
     decodes_due (the last iteration left the decodes out), engine_refused (it is backing off),
     restoring (its KV is being copied from host memory).
     The policy's: latency_budget (time), batch_size (requests at once), rate_limit (requests per
-    second), online_reserve and recompute_debt (KV memory; docs/kv_memory.md).
+    second), higher_tier (a higher tier needs the iteration), online_reserve and recompute_debt (KV
+    memory; docs/kv_memory.md).
     The operator's: operator_limit.
     """
 
@@ -44,6 +45,7 @@ class SkipReason(Enum):
     LATENCY_BUDGET = "latency_budget"
     BATCH_SIZE = "batch_size"
     RATE_LIMIT = "rate_limit"
+    HIGHER_TIER = "higher_tier"
     ADAPTERS = "adapters"
     DECODES_DUE = "decodes_due"
     OPERATOR_LIMIT = "operator_limit"

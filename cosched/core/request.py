@@ -90,7 +90,15 @@ class Request(Protocol):
     def request_class(self) -> RequestClass: ...
 
     @property
-    def slo(self) -> Slo: ...
+    def slo(self) -> Slo:
+        """Its own targets, and those of its tier."""
+        ...
+
+    @property
+    def tier(self) -> int:
+        """Rank of its tier among the online ones (`cosched.core.tiers`); 0: the highest, or there
+        are none."""
+        ...
 
     @property
     def traits(self) -> Traits: ...

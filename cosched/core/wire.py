@@ -3,8 +3,10 @@
 ==============================  ============================================================
 where                           meaning
 ==============================  ============================================================
-``service_tier: "flex"``        offline (every endpoint); the other tiers leave it to the rest
-``priority`` (integer)          ``< 0`` offline, ``>= 0`` or absent online (every endpoint)
+``service_tier: "flex"``        offline (every endpoint); the name of a configured tier of online
+                                requests: that tier; the others leave it to the rest
+``priority`` (integer)          ``< 0`` offline, ``>= 0`` or absent online (every endpoint); with
+                                tiers, the tier (`cosched.core.tiers`)
 ``x-smg-priority: bulk``        offline; the header's other values leave it to the rest
 ``x-slo-ttft-ms``               TTFT target of this request
 ``x-slo-tpot-ms``               TPOT target of this request
@@ -175,6 +177,7 @@ class Wish:
 
     offline   the service tier or the gateway's header says so
     priority  the body's, or None
+    tier      the service tier, if it says nothing of the class
     slo       targets from the headers and, over them, from the body's ``custom_params``; under the
               keys of ``custom_params["cosched"]``
     asks_late  the reply shall say whether its TTFT target was out of reach
@@ -183,6 +186,7 @@ class Wish:
 
     offline: bool = False
     priority: int | None = None
+    tier: str | None = None
     slo: Mapping[str, Any] = field(default_factory=dict)
     asks_late: bool = False
     only: RequestClass | None = None
@@ -238,7 +242,13 @@ def parse_http(
     if "body_targets" not in ignored:
         slo |= _cosched_params(body.get("custom_params"), field="custom_params")
         check_sampling_params(body.get("sampling_params"))
-    return Wish(offline=offline, priority=priority, slo=slo, asks_late=asks_late)
+    return Wish(
+        offline=offline,
+        priority=priority,
+        tier=None if offline else tier,
+        slo=slo,
+        asks_late=asks_late,
+    )
 
 
 def parse_priority(value: Any, *, field: str = "priority") -> int | None:

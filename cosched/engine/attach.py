@@ -116,6 +116,7 @@ def _controller(
         budgets=config.budgets,
         offline_rate=config.offline_rate,
         ecoserve=config.ecoserve,
+        tiers=config.online_tiers(),
     )
     predictor = Calibrator(
         given_predictor(scheduler.server_args, lambda: scheduler.model_config, config),
@@ -159,6 +160,7 @@ def _controller(
         clock=clock,
         guard=guard,
         bounds=config.target_bounds(),
+        tiers=settings.tiers,
         came_s=arrivals.came_s,
     )
     isolated = None

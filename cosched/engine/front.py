@@ -31,7 +31,6 @@ from cosched.core.wire import (
     parse_http,
     parse_priority,
     parse_slo,
-    priority_for,
     with_slo,
 )
 from cosched.errors import LimitError
@@ -90,14 +89,18 @@ class Front:
 
     def __init__(self, config: Config) -> None:
         self._ignored = config.claims.ignored
-        self.gate = KeyGate(config.claims, config.slo.targets())
+        tiers = config.online_tiers()
+        self.gate = KeyGate(config.claims, config.slo.targets(), tiers)
+        names = {tier.name: None for tier in tiers}
+        self._service_tiers = {**SERVICE_TIERS, **names}
+        self._anthropic_tiers = {**ANTHROPIC_SERVICE_TIERS, **names}
 
     def read(self, request: Any, body: Any, *, route: str) -> None:
         """Read a JSON body and its headers, once per HTTP request. RequestError, LimitError."""
         state = request.state
         if hasattr(state, _STATE):
             return
-        tiers = ANTHROPIC_SERVICE_TIERS if route == _ANTHROPIC else SERVICE_TIERS
+        tiers = self._anthropic_tiers if route == _ANTHROPIC else self._service_tiers
         wish = parse_http(body, request.headers, tiers=tiers, ignored=self._ignored)
         own = getattr(state, _OWN, None)
         if own is not None:
@@ -121,13 +124,13 @@ class Front:
         if grant is None:
             # No JSON body came with it: a form, a web socket, gRPC, or a program around the engine.
             headers = getattr(request, "headers", None)
-            wish = parse_http(None, headers or {}, tiers=SERVICE_TIERS, ignored=self._ignored)
+            wish = parse_http(None, headers or {}, ignored=self._ignored)
             # Without headers there is no key, and `*` is for requests that could have sent one.
             grant = Grant(wish=wish) if headers is None else self.gate.grant(wish, headers)
             if state is not None:
                 setattr(state, _STATE, grant)
         priority = None if "priority" in self._ignored else parse_priority(obj.priority)
-        obj.priority = priority_for(grant.wish, priority)
+        obj.priority = self.gate.priority(grant, priority)
         params = obj.sampling_params
         if "body_targets" in self._ignored:
             params = map_targets(params, lambda own: {}) if _may_have_targets(params) else params
@@ -244,7 +247,8 @@ class _Reply:
                 headers.append((LATE_HEADER.encode(), self._late.encode()))
         if not self._state.get(_TIERED):
             return True
-        field = f'"service_tier":"{GRANTED_TIERS[grant.request_class]}",'.encode()
+        tier = grant.tier or GRANTED_TIERS[grant.request_class]
+        field = f'"service_tier":"{tier}",'.encode()
         if kind.startswith(b"text/event-stream"):
             self._mark = lambda body: _mark_events(body, field)
         elif kind.startswith(b"application/json"):

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from cosched.core.request import PLAIN, LateReason, RequestClass, Slo, Traits
+from cosched.core.tiers import Tier, tier_rank, with_targets
 from cosched.core.wire import Bounds, class_of_priority, slo_of_params
 from cosched.engine import port
 from cosched.predict.lengths import Belief
@@ -51,19 +52,30 @@ class TrackedRequest:
         "rid",
         "row",
         "slo",
+        "tier",
         "traits",
     )
 
     def __init__(
-        self, req: Any, *, arrival_s: float, arrival_seq: int, bounds: Bounds = _UNBOUNDED
+        self,
+        req: Any,
+        *,
+        arrival_s: float,
+        arrival_seq: int,
+        bounds: Bounds = _UNBOUNDED,
+        tiers: Sequence[Tier] = (),
     ) -> None:
-        """bounds: the operator's, for its targets."""
+        """bounds: the operator's, for its targets. tiers: of online requests, the highest first."""
         self.req = req
         self.rid: str = req.rid
         self.request_class: RequestClass = class_of_priority(req.priority)
         custom_params = getattr(req.sampling_params, "custom_params", None)
         # Here, and not where HTTP is read: requests come other ways too.
         self.slo: Slo = bounds.clamp(slo_of_params(custom_params))
+        self.tier = 0
+        if tiers and self.request_class is RequestClass.ONLINE:
+            self.tier = tier_rank(tiers, req.priority)
+            self.slo = with_targets(self.slo, tiers[self.tier])
         self.num_prompt_tokens: int = len(req.origin_input_ids)
         self.max_new_tokens = int(req.sampling_params.max_new_tokens)
         self.arrival_s = arrival_s

@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
 from sortedcontainers import SortedList
 
 from cosched.core.request import RequestClass, num_tokens_of
+from cosched.core.tiers import Tier
 from cosched.core.view import OfflineLimits
 from cosched.core.wire import Bounds, class_of_priority
 from cosched.engine import port
@@ -42,11 +43,12 @@ class WaitingQueue:
         clock: Clock,
         guard: Guard | None = None,
         bounds: Bounds | None = None,
+        tiers: Sequence[Tier] = (),
         came_s: Callable[[Any, float], float] | None = None,
     ) -> None:
         """guard: if the pool fails, the order of arrival takes its place; None: errors are raised.
-        bounds: the operator's, for targets of requests; None: none. came_s: arrival time of a
-        request that is received now; None: now."""
+        bounds: the operator's, for targets of requests; None: none. tiers: of online requests.
+        came_s: arrival time of a request that is received now; None: now."""
         self.online: ArrivalQueue[TrackedRequest] = ArrivalQueue()
         self.offline = pool
         self.clock = clock
@@ -66,6 +68,7 @@ class WaitingQueue:
         """Notified of aborted requests."""
         self._guard = guard or Guard(is_strict=True)
         self._bounds = Bounds() if bounds is None else bounds
+        self._tiers = tiers
         self._came_s = came_s
         self._all: ArrivalQueue[TrackedRequest] = ArrivalQueue()
         self._rids: SortedList[str] = SortedList()
@@ -102,6 +105,7 @@ class WaitingQueue:
                 arrival_s=now_s if self._came_s is None else self._came_s(req, now_s),
                 arrival_seq=next(self._seq),
                 bounds=self._bounds,
+                tiers=self._tiers,
             )
             if self.kv is not None:
                 with self._guard.watching("kv"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -17,8 +17,17 @@ from typing import Literal
 import msgspec
 
 from cosched.core.request import RequestClass, Slo
-from cosched.core.wire import SIGNS, SLO_FIELDS, Bounds, Wish, parse_slo
-from cosched.errors import ConfigError, LimitError, choices
+from cosched.core.tiers import Tier, allowed_tier, tier_rank
+from cosched.core.wire import (
+    SIGNS,
+    SLO_FIELDS,
+    Bounds,
+    Wish,
+    class_of_priority,
+    parse_slo,
+    priority_for,
+)
+from cosched.errors import ConfigError, LimitError, RequestError, choices
 
 ANY_KEY = "*"
 """In ``keys``: every key without an entry of its own, and requests without one."""
@@ -57,6 +66,8 @@ class KeyClaims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """What requests with one API key may have.
 
     request_class  the class of all of them, whatever they ask for
+    tiers          names of the tiers that its online requests may claim; a request that claims
+                   another gets the next lower one of these, or the lowest. Absent: all
     floors         of their targets, if above the server's
     ceilings       of their targets, if below the server's
     max_online     most online sequences in flight at a time; one more gets 429
@@ -64,6 +75,7 @@ class KeyClaims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """
 
     request_class: Literal["online", "offline"] | None = msgspec.field(name="class", default=None)
+    tiers: tuple[str, ...] | None = None
     floors: TargetLimits = TargetLimits()
     ceilings: TargetLimits = TargetLimits()
     max_online: int | None = None
@@ -74,6 +86,8 @@ class KeyClaims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ValueError(f"{name} must be at least 0, not {value}")
+        if self.tiers == ():
+            raise ValueError("tiers must name at least one tier")
         _check_order(self.bounds())
 
     def bounds(self) -> Bounds:
@@ -190,6 +204,7 @@ class Grant:
     wish    its wish, within its key's claims
     bounds  of its key's targets; the scheduler applies the server's
     slo     its targets within both
+    tier    name of the tier of an online request; "": there are none
     key     its entry in ``keys``
     taken   sequences that it counts as
     """
@@ -197,6 +212,7 @@ class Grant:
     wish: Wish
     bounds: Bounds = field(default_factory=Bounds)
     slo: Slo = field(default_factory=Slo)
+    tier: str = ""
     key: str | None = None
     taken: int = 0
 
@@ -208,8 +224,10 @@ class Grant:
 class KeyGate:
     """Enforces the claims of API keys. One per process that serves HTTP."""
 
-    def __init__(self, claims: Claims, server: Slo) -> None:
+    def __init__(self, claims: Claims, server: Slo, tiers: Sequence[Tier] = ()) -> None:
+        """tiers: of online requests, from the highest to the lowest."""
         self.claims = claims
+        self._tiers = tiers
         self._bounds = claims.bounds(server)
         self._in_flight: Counter[tuple[str, RequestClass]] = Counter()
 
@@ -242,6 +260,26 @@ class KeyGate:
         self._in_flight[grant.key, request_class] += num_sequences
         grant.taken = num_sequences
         return grant
+
+    def priority(self, grant: Grant, priority: int | None) -> int | None:
+        """The priority that a request takes to the scheduler; notes its tier in `grant`. priority:
+        what SGLang has for it."""
+        wish, tiers = grant.wish, self._tiers
+        priority = priority_for(wish, priority)
+        if not tiers or class_of_priority(priority) is RequestClass.OFFLINE:
+            return priority
+        claimed = tier_rank(tiers, priority)
+        named = next((r for r, tier in enumerate(tiers) if tier.name == wish.tier), claimed)
+        if priority is not None and named != claimed:
+            raise RequestError(
+                "service_tier",
+                f"{wish.tier!r} is not the tier of priority {priority}, which is "
+                f"{tiers[claimed].name!r}; leave one out",
+            )
+        allowed = None if grant.key is None else self.claims.keys[grant.key].tiers
+        rank = allowed_tier(tiers, named, allowed)
+        grant.tier = tiers[rank].name
+        return priority if priority is not None and rank == claimed else tiers[rank].priority
 
     def leave(self, grant: Grant) -> None:
         """The request has ended. A second call does nothing."""

@@ -11,6 +11,7 @@ from cosched.core.caps import EngineCaps
 from cosched.core.group import RankNeeds
 from cosched.core.plan import Plan
 from cosched.core.request import Slo
+from cosched.core.tiers import Tier
 from cosched.core.view import View
 from cosched.errors import ConfigError, choices
 
@@ -121,6 +122,7 @@ class PolicySettings:
     budgets           how the deadlines bound an iteration
     offline_rate      most offline requests admitted per second [1/s]; None: any number
     ecoserve          what EcoServe leaves to the operator
+    tiers             of online requests, the highest first; empty: all are equal
     """
 
     caps: EngineCaps
@@ -129,6 +131,7 @@ class PolicySettings:
     budgets: Budgets = field(default_factory=Budgets)
     offline_rate: float | None = None
     ecoserve: EcoConfig = field(default_factory=EcoConfig)
+    tiers: tuple[Tier, ...] = ()
 
 
 class Policy(Protocol[State]):

@@ -6,7 +6,7 @@ engine requires.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import compress
 
 from cosched.core.plan import Hosting, Plan, Preemption, PreemptMode, SkipReason
@@ -32,10 +32,17 @@ class PlanBuilder:
         *,
         stop: PreemptMode | None = None,
         forecast: KvForecast | None = None,
+        aside: Collection[int] = (),
     ) -> None:
         """stop: default mode of `preempt`; None: the cheapest (`preempt_mode`). forecast: admission
-        by expected lengths; None: by the engine's rule, or by promises."""
+        by expected lengths; None: by the engine's rule, or by promises. aside: tiers whose running
+        requests do not count as online ones: they decode in what the others leave."""
         self.view = view
+        self.online = view.running_of(RequestClass.ONLINE)
+        """Running online requests that are not set aside."""
+        self._aside = Decodes([], [])
+        if aside:
+            self.online, self._aside = _divided(self.online, aside)
         self._stop = stop
         self.ledger = Ledger(view, forecast=forecast)
         self.prefill: dict[str, int] = {}
@@ -51,6 +58,7 @@ class PlanBuilder:
         """A copy for a trial. O(requests in the plan)."""
         other = object.__new__(PlanBuilder)
         other.view = self.view
+        other.online, other._aside = self.online, self._aside
         other._stop = self._stop
         other.ledger = self.ledger.fork()
         other.prefill = self.prefill.copy()
@@ -68,10 +76,17 @@ class PlanBuilder:
         if not view.rules.partial and not view.caps.shared_prefix:
             self.counts_all_decodes = True
             self.ledger.add_decodes(view.running_of(RequestClass.OFFLINE).contexts)
+            self.ledger.add_decodes(self._aside.contexts)
 
     def running_of(self, request_class: RequestClass) -> Decodes:
         """Running requests of one class that are not preempted, paused ones included."""
-        decodes = self.view.running_of(request_class)
+        return self._left(self.view.running_of(request_class))
+
+    def aside(self) -> Decodes:
+        """Running online requests that are set aside and not preempted."""
+        return self._left(self._aside)
+
+    def _left(self, decodes: Decodes) -> Decodes:
         if not self._preempted:
             return decodes
         requests, contexts = decodes
@@ -310,6 +325,16 @@ class PlanBuilder:
             running = [r for r in self.view.running if not self.is_preempted(r)]
             oldest = min(running, key=lambda r: r.arrival_seq)
             self._resume(oldest)
+
+
+def _divided(decodes: Decodes, tiers: Collection[int]) -> tuple[Decodes, Decodes]:
+    """Those of other tiers, and those of these tiers."""
+    is_theirs = [request.tier in tiers for request in decodes.requests]
+    others = [not each for each in is_theirs]
+    return (
+        Decodes([*compress(decodes.requests, others)], [*compress(decodes.contexts, others)]),
+        Decodes([*compress(decodes.requests, is_theirs)], [*compress(decodes.contexts, is_theirs)]),
+    )
 
 
 def mixes(view: View, ledger: Ledger, idle: Set[str]) -> bool:

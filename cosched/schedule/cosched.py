@@ -32,29 +32,41 @@ Of an iteration, in four modules
    replies beside each other: a machine with delivery times, where the longest delivery goes first
    (Jackson 1955), and of equal deliveries the shortest work (Smith 1956).
 4. With speculative decoding, whether decodes run alone or with prefills (`turns`).
+
+Tiers of online requests (`cosched.schedule.tiers`): a higher one comes before a lower one. Where
+one of its requests would miss a target, lower tiers are set aside for the iteration: they are
+served as offline requests are.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import msgspec
 
 from cosched.core.estimates import LengthEstimate
 from cosched.core.group import RankNeeds
-from cosched.core.plan import Plan
-from cosched.core.request import Request, num_tokens_of
+from cosched.core.plan import Plan, SkipReason
+from cosched.core.request import Request, RequestClass, num_tokens_of
 from cosched.core.view import OfflineOrder, View
 from cosched.schedule.base import PolicySettings
 from cosched.schedule.builder import PlanBuilder
 from cosched.schedule.candidates import Candidate, admit_best, punishments
 from cosched.schedule.deadlines import Deadlines, PrefillSlacks, online_prefills
 from cosched.schedule.forecast import KvForecast
-from cosched.schedule.online_order import LATE_TURN, OnlineOrder, by_feasibility
+from cosched.schedule.online_order import (
+    LATE_TURN,
+    OnlineOrder,
+    by_tier,
+    merged,
+    tiers_by_feasibility,
+)
 from cosched.schedule.phases import LEAST_SHARED, Steps, shortest_first, two_phases
+from cosched.schedule.tiers import first_to_suffer, next_credits, tiers_in_order
 from cosched.schedule.time_budget import TimeBudget
 from cosched.schedule.turns import Turn, next_turn
 
@@ -62,17 +74,60 @@ GAPS = 3.0
 """Most time between two tokens of an online request [TPOT targets]."""
 
 
-class Past(msgspec.Struct, frozen=True, kw_only=True):
-    """State from one plan to the next.
+class LateTurn(msgspec.Struct, frozen=True):
+    """When a late request comes before those that are due.
 
     num_due  online requests admitted in time since the last late one
     rid      the late request that comes first until it has its first token; "": none
-    idle_s   what offline prefills' waiting for company has cost (`Turn`) [s]
     """
 
     num_due: int = 0
     rid: str = ""
+
+
+class Past(msgspec.Struct, frozen=True, kw_only=True):
+    """State from one plan to the next.
+
+    turns    of each tier
+    credits  of each tier (`cosched.schedule.tiers`)
+    idle_s   what offline prefills' waiting for company has cost (`Turn`) [s]
+    """
+
+    turns: tuple[LateTurn, ...] = (LateTurn(),)
+    credits: tuple[float, ...] = (0.0,)
     idle_s: float = 0.0
+
+
+class _TierOrder(NamedTuple):
+    """Requests of a tier without a first token. rid: the late one that comes first, "" for none."""
+
+    order: OnlineOrder
+    rid: str
+
+    def requests(self) -> list[Request]:
+        first = [r for r in self.order.late if r.rid == self.rid]
+        return [*first, *self.order.due, *self.behind()]
+
+    def behind(self) -> list[Request]:
+        return [r for r in self.order.late if r.rid != self.rid]
+
+    def turn_after(self, turn: LateTurn, prefill: Collection[str], begun: Set[str]) -> LateTurn:
+        """prefill: of the plan. begun: requests that it admits."""
+        num_due = turn.num_due + sum(request.rid in begun for request in self.order.due)
+        if not self.order.late or any(request.rid in prefill for request in self.order.late):
+            num_due = 0
+        return LateTurn(min(num_due, LATE_TURN), self.rid)
+
+
+class _Attempt(NamedTuple):
+    """A filled plan, which may be made again with lower tiers set aside. tiers: in the order in
+    which they are served."""
+
+    builder: PlanBuilder
+    deadlines: Deadlines
+    tiers: Sequence[_TierOrder]
+    limits: Mapping[str, float]
+    idle_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,18 +159,53 @@ class CoschedPolicy:
     def __init__(self, settings: PolicySettings, options: CoschedOptions = _ALL) -> None:
         self._settings = settings
         self._options = options
+        if settings.tiers:
+            num = len(settings.tiers)
+            self.initial = Past(turns=(LateTurn(),) * num, credits=(0.0,) * num)
         self._steps = _LONGEST_FIRST if options.longest_first else Steps()
 
     def plan(self, view: View, state: Past) -> tuple[Plan, Past]:
+        tiers = self._settings.tiers
+        ranks = tiers_in_order(tiers, state.credits)
+        num_served = len(ranks)
+        made = self._attempt(view, state, ranks, num_served)
+        while (last := self._to_set_aside(made, ranks[:num_served])) is not None:
+            num_served = last + 1
+            made = self._attempt(view, state, ranks, num_served)
+        late = {rid: why for one in made.tiers for rid, why in one.order.newly_late.items()}
+        plan = made.builder.build(limits=made.limits, late=late)
+        begun = plan.prefill.keys() - {request.rid for request in view.unfinished}
+        turns, credits = [*state.turns], state.credits
+        for rank, one in zip(ranks, made.tiers, strict=True):
+            turns[rank] = one.turn_after(state.turns[rank], plan.prefill, begun)
+        if tiers:
+            without_token = [r for one in made.tiers for r in one.requests()]
+            working = {r.tier for r in (*without_token, *made.builder.aside().requests)}
+            prefilled = {r.tier for r in without_token if r.rid in plan.prefill}
+            credits = next_credits(tiers, credits, ranks, working=working, prefilled=prefilled)
+        idle_s = 0.0 if plan.prefill else made.idle_s
+        return plan, Past(turns=tuple(turns), credits=credits, idle_s=idle_s)
+
+    def _to_set_aside(self, made: _Attempt, ranks: Sequence[int]) -> int | None:
+        """The place in `ranks` of the last tier that the plan should serve; None: it is good."""
+        orders = [one.order for one in made.tiers]
+        return first_to_suffer(made.builder, made.deadlines, self._settings, orders, ranks)
+
+    def _attempt(self, view: View, state: Past, ranks: Sequence[int], num_served: int) -> _Attempt:
+        """A plan that serves the first of the tiers, in the order of `ranks`, and sets the others
+        aside."""
         options = self._options
         by_length = options.timeline and view.caps.promises
-        builder = PlanBuilder(view, forecast=KvForecast(view) if by_length else None)
-        deadlines, order = self._look(builder)
-        turn = self._turn(order, state, view, deadlines)
-        ahead = [r for r in order.late if r.rid == turn]
-        behind = [r for r in order.late if r.rid != turn]
-        if ahead or order.due:
-            _preempt_unfinished(builder, behind)
+        builder = PlanBuilder(
+            view, forecast=KvForecast(view) if by_length else None, aside=ranks[num_served:]
+        )
+        deadlines, orders = self._look(builder, ranks)
+        tiers = [
+            _TierOrder(order, self._late_first(order, state.turns[rank], view, deadlines))
+            for rank, order in zip(ranks, orders, strict=True)
+        ]
+        _make_way(builder, tiers)
+        order = merged(orders[:num_served])
         prefills = deadlines.prefill_slacks(order.due)
         offline_s = self._offline_s(deadlines, prefills, view)
         budget = self._time_budget(deadlines, prefills, order, view, offline_s)
@@ -123,36 +213,40 @@ class CoschedPolicy:
         if options.turns:
             rest = next_turn(builder, deadlines, order, offline_s=offline_s, idle_s=state.idle_s)
         unfinished = {request.rid for request in view.unfinished}
-        waiting = [r for r in (*ahead, *order.due, *behind) if r.rid not in unfinished]
+        waiting = [r for one in tiers[:num_served] for r in one.requests()]
+        left_out = [r for one in tiers[num_served:] for r in one.requests()]
         two_phases(
             builder,
             budget,
             self._steps,
-            waiting=waiting,
+            waiting=[r for r in waiting if r.rid not in unfinished],
             before_offline=budget.begin_offline,
             decodes_alone=rest.alone,
+            fills=not left_out,
         )
-        plan = builder.build(limits=budget.limits(), late=order.newly_late)
-        begun = plan.prefill.keys() - unfinished
-        num_due = state.num_due + sum(request.rid in begun for request in order.due)
-        if not order.late or any(request.rid in plan.prefill for request in order.late):
-            num_due = 0
-        idle_s = 0.0 if plan.prefill else rest.idle_s
-        return plan, Past(num_due=min(num_due, LATE_TURN), rid=turn, idle_s=idle_s)
+        for request in left_out:
+            builder.skip(request, SkipReason.HIGHER_TIER)
+        return _Attempt(builder, deadlines, tiers, budget.limits(), rest.idle_s)
 
     def needs(self, view: View) -> RankNeeds:
-        deadlines, order = self._look(PlanBuilder(view))
+        ranks = tiers_in_order(self._settings.tiers, self.initial.credits)
+        deadlines, orders = self._look(PlanBuilder(view), ranks)
+        order = merged(orders)
         prefills = deadlines.prefill_slacks(order.due)
         offline_s = self._offline_s(deadlines, prefills, view)
         budget = self._time_budget(deadlines, prefills, order, view, offline_s)
         return deadlines.needs(budget)
 
-    def _look(self, builder: PlanBuilder) -> tuple[Deadlines, OnlineOrder]:
+    def _look(
+        self, builder: PlanBuilder, ranks: Sequence[int]
+    ) -> tuple[Deadlines, list[OnlineOrder]]:
+        """The order of each tier, in the order of `ranks`."""
         deadlines = Deadlines(builder, self._settings, give_up=self._options.feasible)
         deadlines.keep_pace(self._steps.victims)
         if self._options.feasible:
-            return deadlines, by_feasibility(builder.view, deadlines)
-        return deadlines, OnlineOrder([*online_prefills(builder.view)], [], {})
+            return deadlines, tiers_by_feasibility(builder, deadlines, ranks)
+        groups = by_tier(online_prefills(builder.view), ranks)
+        return deadlines, [OnlineOrder(group, [], {}) for group in groups]
 
     def _offline_s(self, deadlines: Deadlines, prefills: PrefillSlacks, view: View) -> float:
         """Most time of an iteration with offline work [s]."""
@@ -188,24 +282,34 @@ class CoschedPolicy:
             headroom=headroom,
         )
 
-    def _turn(self, order: OnlineOrder, state: Past, view: View, deadlines: Deadlines) -> str:
+    def _late_first(
+        self, order: OnlineOrder, turn: LateTurn, view: View, deadlines: Deadlines
+    ) -> str:
         """The late request that comes before the due ones, "" for none."""
-        if any(request.rid == state.rid for request in order.late):
-            return state.rid
+        if any(request.rid == turn.rid for request in order.late):
+            return turn.rid
         if not order.late:
             return ""
         oldest = order.late[0]
         bound_s = self._settings.budgets.late_bound * deadlines.ttft_s(oldest)
         left = max(1 - (view.start_s - oldest.arrival_s) / bound_s, 0.0)
-        return oldest.rid if state.num_due >= (LATE_TURN - 1) * left else ""
+        return oldest.rid if turn.num_due >= (LATE_TURN - 1) * left else ""
 
 
-def _preempt_unfinished(builder: PlanBuilder, behind: Sequence[Request]) -> None:
-    """Preempt unfinished prefills of requests that come behind: others need their place."""
-    rids = {request.rid for request in behind}
+def _make_way(builder: PlanBuilder, tiers: Sequence[_TierOrder]) -> None:
+    """Preempt unfinished prefills of requests that come behind others: these need their place."""
     for request in [*builder.unfinished()]:
-        if request.rid in rids and request.traits.can_preempt:
-            builder.preempt(request)
+        if request.request_class is RequestClass.OFFLINE or not request.traits.can_preempt:
+            continue
+        for one in tiers:
+            line = one.requests()
+            if request not in line:
+                if not line:
+                    continue
+                builder.preempt(request)  # a tier before its own has requests
+            elif (behind := one.behind()) != line and request in behind:
+                builder.preempt(request)
+            break
 
 
 def _longest_reply_first(

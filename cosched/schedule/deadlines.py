@@ -71,14 +71,13 @@ class Deadlines:
         self._settings = settings
         self._prefill_s: dict[str, float] = {}
         view, ledger = builder.view, builder.ledger
-        _, contexts = view.running_of(RequestClass.ONLINE)
-        ledger.add_decodes(contexts)
+        ledger.add_decodes(builder.online.contexts)
         self._margin = 1 + view.predictor.margin
         self._others_s = view.others.alone_s / self._margin
         own_s = max(ledger.seconds() / self._margin, self._others_s)
         self._online_token_s = own_s / view.tokens_per_decode
         self.slacks = _decode_slacks(
-            view,
+            builder,
             settings.slo,
             settings.budgets.aim,
             view.predictor,
@@ -175,9 +174,8 @@ class Deadlines:
             needed_s = within_s - (within_s - work_s) * tpot_s / alone_s
             borrowed_s = max(borrowed_s, min(needed_s, work_s))
         view = self._builder.view
-        requests, contexts = view.running_of(RequestClass.ONLINE)
         num_misses = 0.0
-        for request, context in zip(requests, contexts, strict=True):
+        for request, context in zip(*self._builder.online, strict=True):
             own_s = _target(request.slo.tpot_s, self._settings.slo.tpot_s)
             first_s = request.first_token_s
             since_first_s = 0.0 if first_s is None else view.start_s - first_s
@@ -396,16 +394,17 @@ class _DecodeSlacks(NamedTuple):
 
 
 def _decode_slacks(
-    view: View, default: Slo, aim: float, predictor: Predictor, *, token_s: float | None
+    builder: PlanBuilder, default: Slo, aim: float, predictor: Predictor, *, token_s: float | None
 ) -> _DecodeSlacks:
     """token_s: time of one token of each of these decodes alone [s]. Requests that are expected to
     miss their targets at that pace do not count, nor those that are behind and cannot catch up
     beside prefills. None: all requests count."""
+    view = builder.view
     start_s = view.start_s
     shortest_s: float | None = None
     default_tpot_s = least_tpot_s = _target(default.tpot_s, None)
     least_s = aimed_s = math.inf
-    requests, contexts = view.running_of(RequestClass.ONLINE)
+    requests, contexts = builder.online
     for request, context in zip(requests, contexts, strict=True):
         tpot_s = request.slo.tpot_s
         if tpot_s is None:

@@ -14,12 +14,16 @@ more first tokens meet their targets by it than decodes are expected to miss the
 request waits whose deadline has passed: only then is there time for decodes to catch up. While late
 requests wait, one in `LATE_TURN` prefills is the oldest of them, more the longer it has waited, and
 all once it has waited for `Budgets.late_bound`.
+
+Tiers are served one after the other, each in this order: its requests have the time that those of
+higher tiers leave, the late ones included.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from heapq import heappush, heappushpop
+from itertools import chain
 from typing import NamedTuple
 
 from cosched.core.group import RankNeeds
@@ -50,15 +54,67 @@ class OnlineOrder(NamedTuple):
     borrows: bool = False
 
 
-def by_feasibility(view: View, deadlines: Deadlines) -> OnlineOrder:
+def by_tier(requests: Iterable[Request], tiers: Sequence[int]) -> list[list[Request]]:
+    """The requests of each tier, which has its place in `tiers`."""
+    groups: list[list[Request]] = [[] for _ in tiers]
+    places = {tier: place for place, tier in enumerate(tiers)}
+    for request in requests:
+        groups[places[request.tier]].append(request)
+    return groups
+
+
+def merged(orders: Sequence[OnlineOrder]) -> OnlineOrder:
+    """One order of all tiers."""
+    if len(orders) == 1:
+        return orders[0]
+    return OnlineOrder(
+        due=[*chain.from_iterable(order.due for order in orders)],
+        late=[*chain.from_iterable(order.late for order in orders)],
+        newly_late={rid: why for order in orders for rid, why in order.newly_late.items()},
+        borrows=any(order.borrows for order in orders),
+    )
+
+
+def tiers_by_feasibility(
+    builder: PlanBuilder, deadlines: Deadlines, tiers: Sequence[int]
+) -> list[OnlineOrder]:
+    """The order of each tier, in the order in which they are served. Decodes wait for no first
+    token of a lower tier."""
+    view = builder.view
+    if len(tiers) == 1:
+        return [by_feasibility(view, deadlines)]
+    running = {request.tier for request in builder.online.requests}
+    higher: set[int] = set()
+    orders: list[OnlineOrder] = []
+    ahead_s = 0.0
+    for tier, requests in zip(tiers, by_tier(online_prefills(view), tiers), strict=True):
+        order = by_feasibility(
+            view, deadlines, requests, ahead_s=ahead_s, may_borrow=not running & higher
+        )
+        orders.append(order)
+        ahead = chain(order.due[:_MOST_LOOKED_AT], order.late[:_MOST_LOOKED_AT])
+        ahead_s += sum(map(deadlines.prefill_s, ahead))
+        higher.add(tier)
+    return orders
+
+
+def by_feasibility(
+    view: View,
+    deadlines: Deadlines,
+    requests: Iterable[Request] | None = None,
+    *,
+    ahead_s: float = 0.0,
+    may_borrow: bool = True,
+) -> OnlineOrder:
     """O(n) for n online requests without a first token, O(m log m) for those whose deadline is
-    still to come."""
+    still to come. requests: of one tier; None: all. ahead_s: time of prefills that come before [s].
+    may_borrow: decodes may wait for them."""
     start_s = view.start_s
     due_s: dict[str, float] = {}
     coming: list[Request] = []
     late: list[Request] = []
     newly_late: dict[str, LateReason] = {}
-    for request in online_prefills(view):
+    for request in online_prefills(view) if requests is None else requests:
         due_s[request.rid] = deadline_s = request.arrival_s + deadlines.ttft_s(request)
         if deadline_s > start_s:
             coming.append(request)
@@ -71,13 +127,13 @@ def by_feasibility(view: View, deadlines: Deadlines) -> OnlineOrder:
         _Prefill(request, deadlines.prefill_s(request), due_s[request.rid] - start_s)
         for request in coming[:_MOST_LOOKED_AT]
     ]
-    chosen = _most_in_time(looked_at, deadlines.prefill_time_s)
+    chosen = _most_in_time(looked_at, deadlines.prefill_time_s, ahead_s)
     borrows = False
-    if not late:
+    if may_borrow and not late:
         # While requests wait whose deadline has passed, decodes have no time to catch up.
-        num_sure = len(_most_in_time(looked_at, deadlines.sure_prefill_time_s))
+        num_sure = len(_most_in_time(looked_at, deadlines.sure_prefill_time_s, ahead_s))
         if num_sure < len(looked_at):
-            more = _most_in_time(looked_at, deadlines.most_prefill_time_s)
+            more = _most_in_time(looked_at, deadlines.most_prefill_time_s, ahead_s)
             if len(more) >= len(chosen):
                 num_misses = deadlines.num_tpot_misses([(p.seconds, p.within_s) for p in more])
                 if len(more) - num_sure > num_misses:
@@ -128,9 +184,12 @@ class _Prefill(NamedTuple):
     within_s: float
 
 
-def _most_in_time(coming: Sequence[_Prefill], time_s: Callable[[float], float]) -> list[_Prefill]:
-    """Moore's algorithm. coming: by deadline. time_s: time to a deadline -> time for prefills."""
-    total_s = 0.0
+def _most_in_time(
+    coming: Sequence[_Prefill], time_s: Callable[[float], float], ahead_s: float
+) -> list[_Prefill]:
+    """Moore's algorithm. coming: by deadline. time_s: time to a deadline -> time for prefills.
+    ahead_s: time of prefills before them [s]."""
+    total_s = ahead_s
     chosen: list[tuple[float, int]] = []  # as a heap: the longest first, of equals the latest
     for place, (_, seconds, within_s) in enumerate(coming):
         total_s += seconds

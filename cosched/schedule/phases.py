@@ -69,8 +69,8 @@ UNLIMITED: Pace = Unlimited()
 
 
 def youngest_first(builder: PlanBuilder) -> list[Request]:
-    """Offline requests that may be preempted: unfinished prefills, then the youngest. Those that
-    had better finish (`should_finish`) come last."""
+    """Offline requests that may be preempted: unfinished prefills, then the youngest; then online
+    ones of tiers that are set aside. Those that had better finish (`should_finish`) come last."""
     unfinished = [
         r
         for r in builder.unfinished()
@@ -79,6 +79,8 @@ def youngest_first(builder: PlanBuilder) -> list[Request]:
     running = builder.running_of(RequestClass.OFFLINE).requests
     victims = [r for r in running if r.traits.can_preempt]
     victims.sort(key=_arrival_seq, reverse=True)
+    aside = [r for r in builder.aside().requests if r.traits.can_preempt]
+    victims += sorted(aside, key=lambda r: (r.tier, r.arrival_seq), reverse=True)
     if builder.view.states is not None:
         victims.sort(key=partial(should_finish, builder.view))
     return unfinished + victims
@@ -150,10 +152,12 @@ def two_phases(
     waiting: Iterable[Request] | None = None,
     before_offline: Callable[[], None] = lambda: None,
     decodes_alone: bool = False,
+    fills: bool = True,
 ) -> None:
     """Fill a plan. The builder's ledger has the running online requests' decodes already. waiting:
     online requests in the order of admission; None: oldest first. before_offline: called when all
-    online work is in. decodes_alone: no prefills, if any request decodes."""
+    online work is in. decodes_alone: no prefills, if any request decodes. fills: offline prefills
+    may take what is left."""
     preempt_beyond_limit(builder, steps)
     make_room_for_decodes(builder, steps)
     if must_decode(builder) or (decodes_alone and builder.decodes_any()):
@@ -164,7 +168,7 @@ def two_phases(
     is_online_served = _serve_online(builder, pace, steps, online)
     before_offline()
     _decode_offline(builder, pace, steps)
-    if is_online_served:
+    if is_online_served and fills:
         _prefill_offline(builder, pace, steps)
     _preempt_offline_left_out(builder)
 
@@ -313,10 +317,16 @@ def _victims_for(
 
 
 def _decode_offline(builder: PlanBuilder, pace: Pace, steps: Steps) -> None:
-    """Running offline requests decode while they fit; the decode of the others pauses."""
+    """Running requests that are set aside, then offline ones, decode while they fit; the decode of
+    the others pauses."""
     if builder.counts_all_decodes:
         return
-    decodes = builder.running_of(RequestClass.OFFLINE)
+    for decodes in (builder.aside(), builder.running_of(RequestClass.OFFLINE)):
+        if decodes.requests:
+            _decode_fitting(builder, pace, steps, decodes)
+
+
+def _decode_fitting(builder: PlanBuilder, pace: Pace, steps: Steps, decodes: Decodes) -> None:
     running, reads = decodes.requests, builder.reads_of(decodes)
     if builder.view.rules.partial:
         num_fitting = pace.offline_decodes(reads)

@@ -11,7 +11,7 @@ from cosched.core.view import Match
 from cosched.core.view import ToleranceHeadroom as Headroom
 from cosched.pool.prefix_pool import PoolConfig, PrefixPool
 from cosched.schedule.base import Budgets, PolicySettings
-from cosched.schedule.cosched import GAPS, CoschedOptions, CoschedPolicy, Past
+from cosched.schedule.cosched import GAPS, CoschedOptions, CoschedPolicy, LateTurn, Past
 from cosched.schedule.online_order import LATE_TURN
 from cosched.schedule.validate import validate
 from tests.factories import FakeView, Linear, decoding, make_caps, offline, online, prefilled
@@ -70,15 +70,15 @@ def test_one_of_so_many_is_late_until_it_has_its_first_token():
     ]
     plan, state = planned(view_of(online=queue))
     begun = [rid for rid in plan.prefill if rid.startswith("due")]
-    assert state == Past(num_due=len(begun)) and len(begun) == LATE_TURN - 1
+    assert state.turns == (LateTurn(len(begun)),) and len(begun) == LATE_TURN - 1
     more = [late, chat("new", 100, seq=99)]
     plan, state = planned(view_of(online=more), state)
-    assert next(iter(plan.prefill)) == "late" and state == Past(num_due=0, rid="late")
+    assert next(iter(plan.prefill)) == "late" and state.turns == (LateTurn(0, "late"),)
     going = view_of(unfinished=(prefilled(late, 3000),), online=more[1:])
     plan, state = planned(going, state)
-    assert "late" in plan.prefill and state.rid == "late"
+    assert "late" in plan.prefill and state.turns[0].rid == "late"
     plan, state = planned(view_of(online=more[1:]), state)
-    assert state.rid == ""
+    assert state.turns[0].rid == ""
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_late_requests_are_served_more_often_the_longer_the_oldest_waits(waited,
     """num_due: requests that are served before it."""
     queue = [chat("late", age_s=waited * TTFT_S), chat("due", 4000, seq=1)]
     for num_before in range(LATE_TURN):
-        plan, _ = planned(view_of(online=queue), Past(num_due=num_before))
+        plan, _ = planned(view_of(online=queue), Past(turns=(LateTurn(num_before),)))
         assert next(iter(plan.prefill)) == ("due" if num_before < num_due else "late")
 
 

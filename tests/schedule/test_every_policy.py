@@ -14,7 +14,7 @@ from cosched.papers.bros.policy import Pressure
 from cosched.papers.ecoserve.coupled import Groups
 from cosched.policies import POLICIES
 from cosched.schedule.base import PolicySettings
-from cosched.schedule.cosched import Past
+from cosched.schedule.cosched import LateTurn, Past
 from cosched.schedule.online_order import LATE_TURN
 from cosched.schedule.safe import SafePolicy
 from cosched.schedule.validate import validate
@@ -45,7 +45,7 @@ groups = st.lists(st.lists(rids, min_size=1, max_size=3).map(tuple), max_size=3)
 STATES = {
     Pressure: st.builds(Pressure, batch_size=st.sampled_from([1, 3, 128])),
     Groups: st.builds(Groups, chosen=groups, is_open=st.booleans()),
-    Past: st.builds(Past, num_due=st.integers(0, LATE_TURN)),
+    Past: st.integers(0, LATE_TURN).map(lambda n: Past(turns=(LateTurn(n),))),
 }
 
 

@@ -1,0 +1,96 @@
+"""Tiers of online requests in the default policy (own).
+
+Order        Higher tiers are served first, each in its own order (`online_order`). After 1/share
+             iterations in which a tier waited behind others it comes first in one, so none starves.
+Set aside    Where a request of a tier would miss a target or finds no memory, running requests of
+             lower tiers are set aside for the iteration: they decode in what is left, may be
+             preempted, and none is prefilled. So the lowest tier loses first, and before it all
+             offline work, which gets only what online requests leave. No tier is set aside in the
+             iteration in which a lower one comes first.
+
+A request counts as one that would miss a target if it is late or left out (`OnlineOrder.late`), or
+if it decodes and its next token would be late in an iteration of all online decodes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+
+from cosched.core.plan import SkipReason
+from cosched.core.tiers import Tier
+from cosched.schedule.base import PolicySettings
+from cosched.schedule.builder import PlanBuilder
+from cosched.schedule.deadlines import Deadlines
+from cosched.schedule.online_order import OnlineOrder
+
+_NO_ROOM = frozenset({SkipReason.MEMORY_BUDGET, SkipReason.REQUEST_SLOTS})
+
+
+def tiers_in_order(tiers: Sequence[Tier], credits: Sequence[float]) -> tuple[int, ...]:
+    """Ranks of the tiers in the order in which they are served; (0,) without tiers."""
+    ranks = range(max(len(tiers), 1))
+    first = next((rank for rank in ranks if credits[rank] >= 1), 0)
+    return (first, *(rank for rank in ranks if rank != first))
+
+
+def first_to_suffer(
+    builder: PlanBuilder,
+    deadlines: Deadlines,
+    settings: PolicySettings,
+    orders: Sequence[OnlineOrder],
+    tiers: Sequence[int],
+) -> int | None:
+    """The first place in `tiers` whose requests need that running ones of lower tiers are set
+    aside; None: there is none. builder: with a plan in which no tier of `tiers` is set aside."""
+    if len(tiers) < 2 or list(tiers) != sorted(tiers):
+        return None
+    running = {request.tier for request in builder.online.requests}
+    lowest = max(running, default=0)
+    if not lowest:
+        return None
+    if not builder.ledger.decodes_fit() and min(running) < lowest:
+        return min(running)
+    behind = _behind(builder, deadlines, settings)
+    for rank in range(lowest):
+        order = orders[rank]
+        waits = any(builder.skipped.get(request.rid) in _NO_ROOM for request in order.due)
+        if order.late or rank in behind or waits:
+            return rank
+    return None
+
+
+def _behind(builder: PlanBuilder, deadlines: Deadlines, settings: PolicySettings) -> set[int]:
+    """Tiers with a request whose next token would be late, and that can still catch up."""
+    view, found = builder.view, set()
+    for request, context in zip(*builder.online, strict=True):
+        tpot_s = request.slo.tpot_s or settings.slo.tpot_s or math.inf
+        since_first_s = view.start_s - (request.first_token_s or view.start_s)
+        allowed_s = tpot_s * (context - request.num_prompt_tokens)
+        if settings.budgets.aim * allowed_s - since_first_s < deadlines.alone_s:
+            most_s = tpot_s * view.length(request).upper / 2
+            if since_first_s - allowed_s < most_s:
+                found.add(request.tier)
+    return found
+
+
+def next_credits(
+    tiers: Sequence[Tier],
+    credits: Sequence[float],
+    order: Sequence[int],
+    *,
+    working: Collection[int],
+    prefilled: Collection[int],
+) -> tuple[float, ...]:
+    """After a plan with the tiers in this order. working: those with requests that wait, compute
+    their prompts or are set aside. prefilled: those with prefills in the plan."""
+    after = [*credits]
+    for rank in range(1, len(tiers)):
+        if rank not in working:
+            after[rank] = 0.0
+        elif rank == order[0]:
+            # It comes first until it finds room.
+            after[rank] -= rank in prefilled
+        elif any(higher in working for higher in range(rank)):
+            after[rank] = min(credits[rank] + tiers[rank].share, 1.0 + tiers[rank].share)
+    return tuple(after)
