@@ -19,7 +19,7 @@ from cosched.core.request import Slo
 from cosched.core.tiers import Tier
 from cosched.core.wire import SERVICE_TIERS, Bounds
 from cosched.errors import ConfigError, choices
-from cosched.limits.claims import Claims
+from cosched.limits.claims import ANY_KEY, Claims
 from cosched.memory.config import KvConfig
 from cosched.policies import policy_entry, without_tolerance
 from cosched.pool.prefix_pool import PoolConfig
@@ -257,6 +257,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def target_bounds(self) -> Bounds:
         """Within what the targets of requests are taken at their word."""
         return self.claims.bounds(self.slo.targets())
+
+    def key_names(self) -> dict[str, str]:
+        """Digest of an API key, or ``*`` -> the name of its owner, in what requests cost."""
+        names = {key: name for name, keys in self.batches.owners.items() for key in keys}
+        for key, claims in self.claims.keys.items():
+            if claims.name is not None or (key not in names and key != ANY_KEY):
+                names[key] = claims.name or key.removeprefix("sha256:")[:8]
+        return names
 
     def named_kv(self) -> KvConfig:
         """`kv` with its order of eviction named: the policy's own unless another is given."""

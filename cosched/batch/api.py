@@ -171,8 +171,14 @@ def batch_json(batch: Batch, outlook: Outlook | None = None) -> dict[str, Any]:
             "total_tokens": batch.input_tokens + batch.output_tokens,
         },
         "metadata": batch.metadata,
-        "cosched": None if outlook is None else _outlook_json(outlook),  # not a field of OpenAI's
+        "cosched": _own_json(batch, outlook),  # not a field of OpenAI's
     }
+
+
+def _own_json(batch: Batch, outlook: Outlook | None) -> dict[str, Any] | None:
+    """device_seconds: what the answered lines cost; not there where the engine does not say."""
+    cost = {"device_seconds": round(batch.device_s, 6)} if batch.device_s else {}
+    return (cost | ({} if outlook is None else _outlook_json(outlook))) or None
 
 
 def _outlook_json(outlook: Outlook) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import math
 import msgspec
 
 from cosched.batch.storage import folder_of, without_secrets
-from cosched.limits.claims import configured_digest, digest_of
+from cosched.limits.claims import check_name, configured_digest, digest_of
 
 OFF = "off"
 """As `BatchesConfig.folder`: no Batch API, even where the program has a default folder."""
@@ -108,6 +108,8 @@ class BatchesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             name: tuple(configured_digest(key, "owners") for key in keys)
             for name, keys in self.owners.items()
         }
+        for name in hashed:
+            check_name(name)
         every = [key for keys in hashed.values() for key in keys]
         if len(set(every)) < len(every):
             raise ValueError("owners: one key is there twice")

@@ -104,6 +104,7 @@ class Batch(NewBatch):
     output_tokens: int
     cached_tokens: int
     reasoning_tokens: int
+    device_s: float
     output_file_id: str | None
     error_file_id: str | None
     validated_by: str | None = None
@@ -138,7 +139,8 @@ class NewLine(Line):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
     """The result of a line. `data` is its line of the output or error file. `cached_tokens` are
-    part of the input tokens, `reasoning_tokens` of the output tokens."""
+    part of the input tokens, `reasoning_tokens` of the output tokens. `device_s`: what it cost
+    [s]."""
 
     batch_id: str
     number: int
@@ -148,3 +150,4 @@ class Finished:
     output_tokens: int = 0
     cached_tokens: int = 0
     reasoning_tokens: int = 0
+    device_s: float = 0.0

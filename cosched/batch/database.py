@@ -12,7 +12,7 @@ import sqlalchemy as sa
 from cosched.batch.errors import StoreUnavailableError
 from cosched.errors import ConfigError
 
-VERSION = 4
+VERSION = 5
 """Of the tables below. A change of them needs a new version and an entry in `_UPGRADES`."""
 
 _UPGRADES: dict[int, tuple[str, ...]] = {
@@ -29,6 +29,7 @@ _UPGRADES: dict[int, tuple[str, ...]] = {
         "CREATE INDEX lines_in_order ON lines (batch, state, lease_owner, prefix_key, number)",
     ),
     3: ("ALTER TABLE batches ADD COLUMN num_lines BIGINT NOT NULL DEFAULT 0",),
+    4: ("ALTER TABLE batches ADD COLUMN device_s DOUBLE PRECISION NOT NULL DEFAULT 0",),
 }
 """Version -> the SQL statements that make its tables those of the next."""
 
@@ -121,6 +122,7 @@ batches = sa.Table(
     sa.Column("output_tokens", sa.BigInteger, nullable=False, default=0),
     sa.Column("cached_tokens", sa.BigInteger, nullable=False, default=0),
     sa.Column("reasoning_tokens", sa.BigInteger, nullable=False, default=0),
+    sa.Column("device_s", sa.Float(53), nullable=False, default=0),
     sa.Column("output_file_id", sa.String(64)),
     sa.Column("error_file_id", sa.String(64)),
     # The server that reads its lines. Two would add them twice.

@@ -49,6 +49,7 @@ _MIN_DEADLINE_S = 1.0
 _BEATS_PER_LEASE = 3
 _MAX_AHEAD = 512
 _PAST_BATCHES = 8
+_USAGE = ("cached_tokens", "reasoning_tokens", "device_s")
 _WITH_LINES = (Status.VALIDATING, Status.IN_PROGRESS)
 _SHARES_AHEAD = 4
 """On a shared store a server sets aside a run of lines with a common prefix: a quarter of its part
@@ -73,7 +74,7 @@ class Feeder:
         files: FileStore,
         client: Client,
         config: BatchesConfig,
-        state: Callable[[float | None], Mapping[str, Any]],
+        state: Callable[..., Mapping[str, Any]],
         is_paused: Callable[[], bool],
         progress: Callable[[], Awaitable[Progress]],
         scope: Scope,
@@ -426,10 +427,10 @@ class Feeder:
     async def _answer(self, batch: Batch, line: RequestLine | BadLine) -> None:
         """Send a line, and pass its result to the writer."""
         outcome: Answer | Failure | None = None
-        tokens: dict[str, int] = {}
+        usage: dict[str, Any] = {}
         if isinstance(line, RequestLine):
             try:
-                state = self._state(self._deadline_s(batch))
+                state = self._state(self._deadline_s(batch), *batch.owner_and_tenant)
                 outcome = await self._client.send(line, extensions={"state": state})
             except Exception:
                 logger.exception("batches: line %d of %s", line.number, batch.id)
@@ -443,11 +444,9 @@ class Feeder:
             assert isinstance(line, RequestLine)
             ended = Ended(outcome.prompt_tokens, outcome.completion_tokens)
             self._meter.finished(ended, num_bytes=len(line.body))
-            tokens = {
+            usage = {name: getattr(outcome, name) for name in _USAGE} | {
                 "input_tokens": outcome.prompt_tokens,
                 "output_tokens": outcome.completion_tokens,
-                "cached_tokens": outcome.cached_tokens,
-                "reasoning_tokens": outcome.reasoning_tokens,
             }
         record = records_of(batch.id).record(line, outcome)
         self._finished.append(
@@ -456,7 +455,7 @@ class Feeder:
                 number=line.number,
                 is_answer=record.is_answer,
                 data=record.data,
-                **tokens,
+                **usage,
             )
         )
         self._has_finished.set()

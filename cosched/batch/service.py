@@ -117,7 +117,7 @@ class BatchService:
         app: App,
         *,
         api_key: str | None,
-        state: Callable[[float | None], Mapping[str, Any]],
+        state: Callable[..., Mapping[str, Any]],
         is_paused: Callable[[], bool] = lambda: False,
         progress: Callable[[], Awaitable[Progress]] = _unknown,
         scope: Scope = ANY_MODEL,
@@ -125,7 +125,7 @@ class BatchService:
         """Send lines to `app` within the block, as the server's own requests.
 
         api_key    that `app` requires
-        state      deadline from now on [s] -> ``request.state`` of a request
+        state      deadline from now on [s], owner and tenant -> ``request.state`` of a request
         is_paused  whether the operator pauses offline work on this server
         progress   the progress of the schedulers
         scope      of the model, for the bounds of the fields of lines

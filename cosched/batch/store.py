@@ -27,7 +27,7 @@ from cosched.batch.jsonl.records import Failure, RecordWriter
 from cosched.batch.quota import check_new_batch
 
 _NO_FILES: Mapping[bool, tuple[str, int]] = {}
-_TOKENS = ("input_tokens", "output_tokens", "cached_tokens", "reasoning_tokens")
+_SUMS = ("input_tokens", "output_tokens", "cached_tokens", "reasoning_tokens", "device_s")
 _LEASED_STATES = (LineState.WAITING, LineState.TAKEN)
 _CLOSED: dict[Status, Failure] = {
     Status.EXPIRED: Failure(
@@ -409,7 +409,7 @@ class BatchStore:
         connection.execute(results.insert(), rows)
         count = Counter(one.is_answer for one in kept)
         added = {"completed": count[True], "failed": count[False]}
-        added |= {name: sum(getattr(one, name) for one in kept) for name in _TOKENS}
+        added |= {name: sum(getattr(one, name) for one in kept) for name in _SUMS}
         connection.execute(
             batches.update()
             .where(batches.c.seq == seq)

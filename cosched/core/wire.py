@@ -11,6 +11,7 @@ where                           meaning
 ``x-slo-ttft-ms``               TTFT target of this request
 ``x-slo-tpot-ms``               TPOT target of this request
 ``x-cosched-late``              ``1``: the reply says whether the TTFT target was out of reach
+``x-cosched-usage``             ``1``: the reply's ``usage`` says what the request cost
 ``custom_params["cosched"]``    ``{"ttft_slo_ms", "tpot_slo_ms", "deadline_s"}``, and
                                 ``output_tokens_hint``: how long the client expects the output to
                                 get; it changes no limit
@@ -43,12 +44,16 @@ __all__ = [
     "HINT_KEY",
     "LATE_HEADER",
     "LATE_KEY",
+    "NAME_KEY",
     "OFFLINE_PRIORITY",
     "PARAMS_KEY",
+    "SERVER_KEY",
     "SERVICE_TIERS",
     "SIGNS",
     "SLO_FIELDS",
     "SLO_HEADERS",
+    "USAGE_HEADER",
+    "USAGE_KEY",
     "Bounds",
     "Wish",
     "check_sampling_params",
@@ -62,7 +67,9 @@ __all__ = [
     "parse_priority",
     "parse_slo",
     "priority_for",
+    "server_params",
     "slo_of_params",
+    "with_server_params",
     "with_slo",
 ]
 
@@ -129,6 +136,16 @@ nothing."""
 
 GATEWAY_HEADER = "x-smg-priority"
 
+USAGE_HEADER = "x-cosched-usage"
+"""Of a request: the ``usage`` of its reply shall say what it cost (`cosched.predict.account`)."""
+
+SERVER_KEY = "cosched_server"
+"""In ``custom_params``: what the HTTP side tells the scheduler. Clients cannot set it."""
+
+NAME_KEY, USAGE_KEY = "name", "device_seconds"
+"""In it: ``KEY/TENANT`` or ``KEY``, by the operator's names; whether the reply says what it cost.
+The second is the field of ``usage``, and in the ``meta_info`` of SGLang's replies, too."""
+
 SLO_HEADERS: Mapping[str, str] = {
     "x-slo-ttft-ms": "ttft_slo_ms",
     "x-slo-tpot-ms": "tpot_slo_ms",
@@ -181,6 +198,7 @@ class Wish:
     slo       targets from the headers and, over them, from the body's ``custom_params``; under the
               keys of ``custom_params["cosched"]``
     asks_late  the reply shall say whether its TTFT target was out of reach
+    asks_usage  the reply shall say what the request cost
     only      the one class that its API key may have, None: any
     """
 
@@ -189,6 +207,7 @@ class Wish:
     tier: str | None = None
     slo: Mapping[str, Any] = field(default_factory=dict)
     asks_late: bool = False
+    asks_usage: bool = False
     only: RequestClass | None = None
 
     @property
@@ -219,7 +238,9 @@ def parse_http(
     gateway = None if "class_header" in ignored else headers.get(GATEWAY_HEADER)
     if gateway is not None:
         offline = _is_offline(gateway.strip().lower(), GATEWAY_PRIORITIES, field=GATEWAY_HEADER)
-    asks_late = _is_on(headers.get(LATE_HEADER, "0").strip(), field=LATE_HEADER)
+    asks_late, asks_usage = (
+        _is_on(headers.get(name, "0").strip(), field=name) for name in (LATE_HEADER, USAGE_HEADER)
+    )
     slo: dict[str, Any] = {}
     if "target_headers" not in ignored:
         slo = {
@@ -228,7 +249,7 @@ def parse_http(
             if (text := headers.get(header)) is not None
         }
     if not isinstance(body, Mapping):
-        return Wish(offline=offline, slo=slo, asks_late=asks_late)
+        return Wish(offline=offline, slo=slo, asks_late=asks_late, asks_usage=asks_usage)
     priority = None if "priority" in ignored else parse_priority(body.get("priority"))
     tier = None if "service_tier" in ignored else body.get("service_tier")
     if tier is not None and _is_offline(tier, tiers, field="service_tier"):
@@ -248,6 +269,7 @@ def parse_http(
         tier=None if offline else tier,
         slo=slo,
         asks_late=asks_late,
+        asks_usage=asks_usage,
     )
 
 
@@ -354,6 +376,25 @@ def map_targets(
         return sampling_params
     others = {key: value for key, value in custom.items() if key != PARAMS_KEY}
     return {**params, "custom_params": {**others, PARAMS_KEY: targets} if targets else others}
+
+
+def with_server_params(sampling_params: Any, told: Mapping[str, Any]) -> Any:
+    """Checked sampling parameters in which `told` is all that the HTTP side tells the scheduler.
+    Mutates nothing."""
+    if isinstance(sampling_params, list):
+        return [with_server_params(params, told) for params in sampling_params]
+    params = sampling_params or {}
+    custom = params.get("custom_params") or {}
+    if not told and SERVER_KEY not in custom:
+        return sampling_params
+    others = {key: value for key, value in custom.items() if key != SERVER_KEY}
+    return {**params, "custom_params": {**others, SERVER_KEY: told} if told else others}
+
+
+def server_params(custom_params: Any) -> Mapping[str, Any]:
+    """What the HTTP side told the scheduler of a request."""
+    told = custom_params.get(SERVER_KEY) if isinstance(custom_params, Mapping) else None
+    return told if isinstance(told, Mapping) else {}
 
 
 def num_prompts(body: Any) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -106,7 +107,7 @@ def add_batches(app: Any, config: Config, api_key: str | None) -> None:
             async with service.feeding(
                 app,
                 api_key=api_key,
-                state=own_request,
+                state=partial(own_request, names=config.key_names()),
                 is_paused=lambda: _keeps_offline_waiting(app),
                 progress=_offline_progress,
                 scope=scope_of(_manager()),

@@ -45,6 +45,7 @@ from cosched.memory.recompute import RecomputeBudget
 from cosched.policies import PolicyEntry, policy_entry
 from cosched.pool.pool import ArrivalQueue, OfflinePool
 from cosched.pool.prefix_pool import PrefixPool
+from cosched.predict.account import Account
 from cosched.predict.calibration import Calibrator
 from cosched.predict.fitted import GraphSizes
 from cosched.schedule.base import PolicySettings
@@ -162,7 +163,10 @@ def _controller(
         bounds=config.target_bounds(),
         tiers=settings.tiers,
         came_s=arrivals.came_s,
+        account=Account(predictor.estimate_s),
     )
+    if is_source:
+        observer.account = waiting.account
     isolated = None
     if config.tolerance is not None and is_source:
         isolated = waiting.isolated = IsolatedWatch(

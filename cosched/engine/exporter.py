@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,6 +19,7 @@ from cosched.core.request import LateReason, RequestClass
 from cosched.engine.observe import Iteration
 from cosched.engine.service import TARGETS
 from cosched.engine.state import ReplicaState
+from cosched.predict.account import key_of
 
 if TYPE_CHECKING:
     from cosched.engine.controller import Controller
@@ -82,6 +84,9 @@ _TABLE = (
           "request_class", "{}_prefill_tokens", _CLASSES),
     _rows(_C, "output_tokens", "Output tokens generated.",
           "request_class", "{}_output_tokens", _CLASSES),
+    _Row(Metric("device_seconds", _C,
+                "Shares of requests in the time that the device was busy.",
+                ("key", "request_class"))),
     _row(_C, "offline_work_seconds",
          "Predicted device time of finished offline requests in the best batch alone.",
          "offline_work_s"),
@@ -265,6 +270,12 @@ class MetricsExporter:
                     self._show(metric.kind, metric.name, value, **labels)
         for place, count in state.failures.items():
             self._show(_C, "failures", count, place=place)
+        costs: defaultdict[tuple[str, str], float] = defaultdict(float)
+        for request_class, by_tenant in state.device_s.items():
+            for tenant, seconds in by_tenant.items():
+                costs[key_of(tenant), request_class] += seconds  # clients name tenants
+        for (key, request_class), seconds in costs.items():
+            self._show(_C, "device_seconds", seconds, key=key, request_class=request_class)
         for reason, (num_judged, num_met) in state.late.items():
             self._show(_C, "late", num_judged, reason=reason)
             self._show(_C, "late_met", num_met, reason=reason)

@@ -21,8 +21,10 @@ from cosched.core.wire import (
     HINT_KEY,
     LATE_HEADER,
     LATE_KEY,
+    NAME_KEY,
     PARAMS_KEY,
     SERVICE_TIERS,
+    USAGE_KEY,
     check_sampling_params,
     map_targets,
     num_prompts,
@@ -31,10 +33,11 @@ from cosched.core.wire import (
     parse_http,
     parse_priority,
     parse_slo,
+    with_server_params,
     with_slo,
 )
 from cosched.errors import LimitError
-from cosched.limits.claims import Grant, KeyGate
+from cosched.limits.claims import ANY_KEY, Grant, KeyGate, digest_of, presented_key
 
 CLASS_HEADER = "x-cosched-class"
 TARGETS_HEADER = "x-cosched-targets"
@@ -44,7 +47,8 @@ Send = Callable[[Message], Awaitable[None]]
 
 # Keys of `request.state` of Starlette, which all middleware of one HTTP request share.
 _STATE, _TIERED, _RETRY_AFTER = "cosched", "cosched_tiered", "cosched_retry_after_s"
-_OWN, _LATE = "cosched_own", "cosched_late"
+_OWN, _OWN_NAME, _LATE = "cosched_own", "cosched_own_name", "cosched_late"
+_DEVICE_S = "cosched_device_s"
 
 _NOT_LATE = "no"
 
@@ -75,13 +79,25 @@ _WITHOUT_A_RUN = frozenset(
 """Routes that do not run the model: limits of API keys do not count them."""
 
 
-def own_request(deadline_s: float | None = None) -> dict[str, Any]:
+_NO_NAMES: Mapping[str, str] = {}
+
+
+def own_request(
+    deadline_s: float | None = None,
+    owner: str = "",
+    tenant: str = "",
+    *,
+    names: Mapping[str, str] = _NO_NAMES,
+) -> dict[str, Any]:
     """The initial `request.state` of a request that the server sends to itself: it is offline
     whatever its body says, and counts against no API key.
 
     deadline_s  latest completion, from now on [s], unless the request names one
+    owner       digest of the API key that it costs
+    names       `Config.key_names`
     """
-    return {_OWN: params_of_slo(Slo(deadline_s=deadline_s))}
+    name = names.get(f"sha256:{owner}", names.get(ANY_KEY, "")) + (f"/{tenant}" if tenant else "")
+    return {_OWN: params_of_slo(Slo(deadline_s=deadline_s)), _OWN_NAME: name}
 
 
 class Front:
@@ -89,6 +105,7 @@ class Front:
 
     def __init__(self, config: Config) -> None:
         self._ignored = config.claims.ignored
+        self._names = config.key_names()
         tiers = config.online_tiers()
         self.gate = KeyGate(config.claims, config.slo.targets(), tiers)
         names = {tier.name: None for tier in tiers}
@@ -104,8 +121,9 @@ class Front:
         wish = parse_http(body, request.headers, tiers=tiers, ignored=self._ignored)
         own = getattr(state, _OWN, None)
         if own is not None:
-            wish = replace(wish, only=RequestClass.OFFLINE, slo={**own, **wish.slo})
-            grant = Grant(wish=wish)
+            slo = {**own, **wish.slo}
+            wish = replace(wish, only=RequestClass.OFFLINE, slo=slo, asks_usage=True)
+            grant = Grant(wish=wish, name=getattr(state, _OWN_NAME))
         elif route in _WITHOUT_A_RUN:
             grant = self.gate.grant(wish, request.headers)
         else:
@@ -114,6 +132,8 @@ class Front:
             except LimitError as error:
                 setattr(state, _RETRY_AFTER, error.retry_after_s)
                 raise
+        if own is None:
+            grant.name = self._name_of(request.headers)
         setattr(state, _STATE, grant)
         setattr(state, _TIERED, route in _TIERED_ROUTES)
 
@@ -127,6 +147,7 @@ class Front:
             wish = parse_http(None, headers or {}, ignored=self._ignored)
             # Without headers there is no key, and `*` is for requests that could have sent one.
             grant = Grant(wish=wish) if headers is None else self.gate.grant(wish, headers)
+            grant.name = self._name_of(headers or {})
             if state is not None:
                 setattr(state, _STATE, grant)
         priority = None if "priority" in self._ignored else parse_priority(obj.priority)
@@ -140,17 +161,34 @@ class Front:
         if grant.bounds.is_bounding:
             clamp = grant.bounds.clamp
             params = map_targets(params, partial(_clamped, clamp))
+        told: dict[str, Any] = {NAME_KEY: grant.name} if grant.name else {}
+        if grant.wish.asks_usage:
+            told[USAGE_KEY] = True
+        if request is not None and _may_have_targets(params):
+            params = with_server_params(params, told)
         obj.sampling_params = params
 
+    def _name_of(self, headers: Mapping[str, str]) -> str:
+        """Of the owner of the API key."""
+        if not self._names:
+            return ""
+        return self._names.get(digest_of(presented_key(headers)), self._names.get(ANY_KEY, ""))
+
     def hear(self, reply: Any, request: Any) -> None:
-        """Move the scheduler's remark on lateness from a reply, or a part of one, to the state that
-        `ReplyMiddleware` reads."""
+        """Move what the scheduler says of lateness and cost from a reply, or a part of one, to the
+        state that `ReplyMiddleware` reads."""
         late = None
+        costs: dict[str, float] = {}
         for each in reply if isinstance(reply, list) else (reply,):
             meta_info = each.get("meta_info") if isinstance(each, dict) else None
             reported = meta_info.pop(LATE_KEY, None) if meta_info else None
             late = late or next((reason for reason in reported or () if reason), None)
+            if meta_info and USAGE_KEY in meta_info:
+                known = [seconds for seconds in meta_info[USAGE_KEY] if seconds is not None]
+                meta_info[USAGE_KEY] = costs[meta_info["id"]] = known[-1] if known else 0.0
         state = getattr(request, "state", None)
+        if state is not None and costs:  # of each choice
+            setattr(state, _DEVICE_S, getattr(state, _DEVICE_S, {}) | costs)
         if state is not None and (late or not hasattr(state, _LATE)):
             setattr(state, _LATE, late or _NOT_LATE)
 
@@ -205,7 +243,7 @@ class _Reply:
         self._state = state
         self._send = send
         self._held: Message | None = None
-        self._mark: Callable[[bytes], bytes] | None = None
+        self._marks: list[Callable[[bytes], bytes]] = []
         self._is_stream = False
         self._late: str | None = None
         """The lateness that the reply reports."""
@@ -214,11 +252,15 @@ class _Reply:
         if message["type"] == "http.response.start":
             if not self._start(message):
                 return
-        elif self._mark is not None and message["type"] == "http.response.body":
-            message = {**message, "body": self._mark(message.get("body", b""))}
+        elif self._marks and message["type"] == "http.response.body":
+            body = message.get("body", b"")
+            for mark in self._marks:
+                body = mark(body)
+            message = {**message, "body": body}
             if self._held is not None:
                 await self._send(self._with_length(self._held, message))
-                self._held = self._mark = None
+                self._held = None
+                self._marks.clear()
         if self._is_stream and message.get("body"):
             message = self._with_late(message)
         await self._send(message)
@@ -245,17 +287,27 @@ class _Reply:
             self._late = self._state.get(_LATE)
             if self._late is not None:
                 headers.append((LATE_HEADER.encode(), self._late.encode()))
-        if not self._state.get(_TIERED):
+        is_stream = kind.startswith(b"text/event-stream")
+        if not is_stream and not kind.startswith(b"application/json"):
             return True
-        tier = grant.tier or GRANTED_TIERS[grant.request_class]
-        field = f'"service_tier":"{tier}",'.encode()
-        if kind.startswith(b"text/event-stream"):
-            self._mark = lambda body: _mark_events(body, field)
-        elif kind.startswith(b"application/json"):
-            self._mark = lambda body: _mark_object(body, field)
-            self._held = message
-            return False
-        return True
+        if self._state.get(_TIERED):
+            tier = grant.tier or GRANTED_TIERS[grant.request_class]
+            field = f'"service_tier":"{tier}",'.encode()
+            self._marks.append(partial(_mark_events if is_stream else _mark_object, field=field))
+        if grant.wish.asks_usage:
+            self._marks.append(self._with_usage)
+        if is_stream or not self._marks:
+            return True
+        self._held = message
+        return False
+
+    def _with_usage(self, body: bytes) -> bytes:
+        """The last ``usage``: those before it may be in what the model was given."""
+        costs: Mapping[str, float] | None = self._state.get(_DEVICE_S)
+        before, usage, after = body.rpartition(_USAGE)
+        if not costs or not usage:
+            return body
+        return before + usage + f'"{USAGE_KEY}":{sum(costs.values()):.6f},'.encode() + after
 
     def _with_late(self, message: Message) -> Message:
         """Put a comment before a part of a stream, since the headers were sent before lateness was
@@ -281,6 +333,7 @@ class _Reply:
 # these bytes are nothing but the beginning of such an object.
 _OBJECT, _CHUNK, _NESTED = b'{"id":', b'data: {"id":', b'"response":{"id":'
 _NO_TIER = b'"service_tier":null,'
+_USAGE = b'"usage":{'
 
 
 def _mark_object(body: bytes, field: bytes) -> bytes:

@@ -27,6 +27,7 @@ from cosched.engine.parts import LineFile, switched_off
 from cosched.engine.port.attention import reads_once
 from cosched.engine.port.prefixes import RunningPrefixes, with_repeated
 from cosched.errors import ConfigError
+from cosched.predict.account import Account
 
 if TYPE_CHECKING:
     from cosched.engine.group import Group
@@ -41,6 +42,7 @@ class Iteration:
 
     plan         what it was to run; the engine's own decision where nothing of cosched's plans
     planning_s   host time of the view, the plan and its check [s]; None: nothing was planned
+    reqs         SGLang's requests in the order of the shape, until they have been charged
     shape        what runs
     predicted_s  predicted time when it was launched [s]; None: there is no predictor
     longest      with DP attention, the longest batch of all ranks, once they have agreed on it
@@ -49,11 +51,13 @@ class Iteration:
     follows      the device was not idle before it
     start_s      when the one before it ended, or when it was launched after idle time [s]
     duration_s   from then until its result was there [s]; None: it is under way
+    device_s     the part of it in which the device was busy [s]
     is_exact     True if the measured duration excludes host time
     """
 
     plan: Plan = field(default_factory=lambda: EMPTY_PLAN)
     planning_s: float | None = None
+    reqs: Sequence[Any] = ()
     shape: BatchShape = field(default_factory=BatchShape)
     predicted_s: float | None = None
     longest: BatchTotals | None = None
@@ -62,6 +66,7 @@ class Iteration:
     follows: bool = False
     start_s: float = 0.0
     duration_s: float | None = None
+    device_s: float = 0.0
     is_exact: bool = True
 
     @property
@@ -99,6 +104,8 @@ class IterationObserver:
         """What the next launch runs, where it was planned."""
         self.predict_s: Callable[[BatchShape], float] | None = None
         """Time of an iteration as predicted when it is launched."""
+        self.account: Account | None = None
+        """Charges requests for their iterations; None: another rank does."""
         self.group: Group | None = None
         """The ranks that step together; None: there is one."""
         self._was_idle = False
@@ -129,6 +136,7 @@ class IterationObserver:
             self._was_idle = True  # other ranks of the group compute
             return run()
         iteration, self.planned = self.planned or Iteration(), None
+        iteration.reqs = list(batch.reqs)
         with self._guard.watching("timing"):
             iteration.shape = port.shape_of(batch)
             if self._prefixes is not None:
@@ -143,7 +151,12 @@ class IterationObserver:
             self.group.unagreed = iteration
         iteration.follows = not is_idle and self.num_iterations > 0
         iteration.launched_s = self.clock.now_s()
-        result = run()
+        try:
+            result = run()
+        except Exception:
+            self._end(iteration, self.clock.now_s())
+            self._charge(iteration)
+            raise
         if self._is_synchronous:  # on a GPU the forward pass has only been queued
             self._end(iteration, self.clock.now_s())
         self._in_flight.append(iteration)
@@ -183,6 +196,10 @@ class IterationObserver:
 
     def abandon(self) -> None:
         """What was planned and launched is taken back: its results will not come."""
+        for iteration in self._in_flight:
+            if iteration.duration_s is None:
+                self._end(iteration, self.clock.now_s())
+            self._charge(iteration)
         self._in_flight.clear()
         self._latest = self.planned = None
 
@@ -203,6 +220,7 @@ class IterationObserver:
         if iteration.duration_s is None:
             port.wait_for(self._scheduler, result)
             self._end(iteration, self.clock.now_s())
+        self._charge(iteration)
         self.num_iterations += 1
         if limits := iteration.plan.limits:
             self.budget_s += max(limits.values())
@@ -216,8 +234,17 @@ class IterationObserver:
         on_device_s = max(iteration.launched_s, self._last_done_s)
         iteration.start_s = self._last_done_s if iteration.follows else on_device_s
         iteration.duration_s = done_s - iteration.start_s
-        self.busy_s += done_s - on_device_s
+        iteration.device_s = done_s - on_device_s
+        self.busy_s += iteration.device_s
         self._last_done_s = done_s
+
+    def _charge(self, iteration: Iteration) -> None:
+        """Before the result is processed: the last reply of a request says what it has cost."""
+        reqs, iteration.reqs = iteration.reqs, ()
+        if self.account is not None:
+            with self._guard.watching("account"):
+                requests = [req.cosched for req in reqs]
+                self.account.charge(requests, iteration.shape, iteration.device_s)
 
 
 class IterationLogFile:

@@ -100,6 +100,7 @@ class ReplicaState(msgspec.Struct, kw_only=True, frozen=True):
     recomputed_tokens  prompt and output tokens computed again after a preemption
     num_aborted_online, num_aborted_offline  requests that ended without their whole reply
     num_cancelled_online, num_cancelled_offline  aborted requests that their client cancelled
+    device_s         class -> tenant -> its share of `busy_s` (`cosched.predict.account`) [s]
     budget_s         most time that plans gave their iterations, of those that were limited [s]
     budget_used_s    measured time of the same [s]
     attainment       target -> (requests that met it, requests that missed it)
@@ -134,6 +135,7 @@ class ReplicaState(msgspec.Struct, kw_only=True, frozen=True):
     num_cancelled_offline: int
     num_iterations: int
     busy_s: float
+    device_s: dict[str, dict[str, float]]
     budget_s: float
     budget_used_s: float
     num_waits: int
@@ -190,6 +192,7 @@ def state_of(controller: Controller) -> ReplicaState:
         num_turned_away=controller.scheduler.cosched_offline.num_turned_away,
         num_iterations=controller.observer.num_iterations,
         busy_s=round(controller.observer.busy_s, 6),
+        device_s=controller.waiting.account.by_class(),
         budget_s=round(controller.observer.budget_s, 6),
         budget_used_s=round(controller.observer.budget_used_s, 6),
         num_aborted_online=aborted[RequestClass.ONLINE],

@@ -7,8 +7,16 @@ from typing import Any
 
 from cosched.core.request import PLAIN, LateReason, RequestClass, Slo, Traits
 from cosched.core.tiers import Tier, tier_rank, with_targets
-from cosched.core.wire import Bounds, class_of_priority, slo_of_params
+from cosched.core.wire import (
+    NAME_KEY,
+    USAGE_KEY,
+    Bounds,
+    class_of_priority,
+    server_params,
+    slo_of_params,
+)
 from cosched.engine import port
+from cosched.predict.account import Payer
 from cosched.predict.lengths import Belief
 
 _UNBOUNDED = Bounds()
@@ -26,6 +34,7 @@ class TrackedRequest:
         "arrival_s",
         "arrival_seq",
         "backoff_until",
+        "device_s",
         "first_reported_s",
         "first_token_s",
         "has_penalties",
@@ -45,6 +54,7 @@ class TrackedRequest:
         "num_queued_tokens",
         "num_refusals",
         "num_reported_tokens",
+        "payer",
         "promised",
         "req",
         "request_class",
@@ -52,6 +62,7 @@ class TrackedRequest:
         "rid",
         "row",
         "slo",
+        "tenant",
         "tier",
         "traits",
     )
@@ -76,6 +87,14 @@ class TrackedRequest:
         if tiers and self.request_class is RequestClass.ONLINE:
             self.tier = tier_rank(tiers, req.priority)
             self.slo = with_targets(self.slo, tiers[self.tier])
+        told = server_params(custom_params)
+        self.tenant = str(told.get(NAME_KEY, ""))
+        """``KEY/TENANT`` or ``KEY``, by the names of the configuration; empty: none is known."""
+        self.payer = Payer(self.tenant, self.request_class)
+        self.device_s = 0.0
+        """What it has cost (`cosched.predict.account`)."""
+        if told.get(USAGE_KEY):
+            port.tell_client_at_end(req, USAGE_KEY, lambda: round(self.device_s, 6))
         self.num_prompt_tokens: int = len(req.origin_input_ids)
         self.max_new_tokens = int(req.sampling_params.max_new_tokens)
         self.arrival_s = arrival_s

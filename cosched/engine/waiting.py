@@ -27,6 +27,8 @@ from cosched.engine.isolated import IsolatedWatch
 from cosched.engine.kv import KvManager
 from cosched.engine.tracked import TrackedRequest
 from cosched.pool.pool import ArrivalQueue, OfflinePool
+from cosched.predict.account import Account
+from cosched.predict.calibration import cold_start_s
 
 
 class WaitingQueue:
@@ -45,10 +47,12 @@ class WaitingQueue:
         bounds: Bounds | None = None,
         tiers: Sequence[Tier] = (),
         came_s: Callable[[Any, float], float] | None = None,
+        account: Account | None = None,
     ) -> None:
         """guard: if the pool fails, the order of arrival takes its place; None: errors are raised.
         bounds: the operator's, for targets of requests; None: none. tiers: of online requests.
-        came_s: arrival time of a request that is received now; None: now."""
+        came_s: arrival time of a request that is received now; None: now. account: what requests
+        cost; None: a new one."""
         self.online: ArrivalQueue[TrackedRequest] = ArrivalQueue()
         self.offline = pool
         self.clock = clock
@@ -64,6 +68,7 @@ class WaitingQueue:
         """Notified of new and of waiting requests."""
         self.isolated: IsolatedWatch | None = None
         """Notified of new requests."""
+        self.account = account or Account(cold_start_s)
         self.decisions: DecisionLog | None = None
         """Notified of aborted requests."""
         self._guard = guard or Guard(is_strict=True)
@@ -107,6 +112,7 @@ class WaitingQueue:
                 bounds=self._bounds,
                 tiers=self._tiers,
             )
+            tracked.payer = self.account.payer(tracked.tenant, tracked.request_class)
             if self.kv is not None:
                 with self._guard.watching("kv"):
                     self.kv.arrived(tracked, now_s)

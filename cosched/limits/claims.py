@@ -65,6 +65,8 @@ class TargetLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class KeyClaims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What requests with one API key may have.
 
+    name           of its owner, in what requests cost (docs/operate.md); absent: that in
+                   `batches.owners`, or the first digits of its digest
     request_class  the class of all of them, whatever they ask for
     tiers          names of the tiers that its online requests may claim; a request that claims
                    another gets the next lower one of these, or the lowest. Absent: all
@@ -74,6 +76,7 @@ class KeyClaims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     max_offline    most offline sequences in flight, waiting or running; one more gets 429
     """
 
+    name: str | None = None
     request_class: Literal["online", "offline"] | None = msgspec.field(name="class", default=None)
     tiers: tuple[str, ...] | None = None
     floors: TargetLimits = TargetLimits()
@@ -88,6 +91,8 @@ class KeyClaims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 raise ValueError(f"{name} must be at least 0, not {value}")
         if self.tiers == ():
             raise ValueError("tiers must name at least one tier")
+        if self.name is not None:
+            check_name(self.name)
         _check_order(self.bounds())
 
     def bounds(self) -> Bounds:
@@ -164,6 +169,12 @@ def configured_digest(key: str, field: str) -> str:
     return key
 
 
+def check_name(name: str) -> None:
+    """Of the owner of API keys: it stands before ``/`` and a tenant."""
+    if "/" in name:
+        raise ValueError(f"the name {name!r} of an API key's owner must not have a slash")
+
+
 def presented_key(headers: Mapping[str, str]) -> str:
     """The API key of a request; empty: none. `headers` are looked up by lower-case name."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
@@ -206,6 +217,7 @@ class Grant:
     slo     its targets within both
     tier    name of the tier of an online request; "": there are none
     key     its entry in ``keys``
+    name    of the owner of its API key, and of a tenant; empty: none is known
     taken   sequences that it counts as
     """
 
@@ -214,6 +226,7 @@ class Grant:
     slo: Slo = field(default_factory=Slo)
     tier: str = ""
     key: str | None = None
+    name: str = ""
     taken: int = 0
 
     @property

@@ -62,7 +62,7 @@ class StandIn:
         isolates = config.isolates(api_key="secret")
         add_routes(self.app, self.service, isolate_keys=isolates)
 
-    def state(self, deadline_s):
+    def state(self, deadline_s, *payer):
         return {"own": True, "deadline_s": deadline_s}
 
     async def info(self):
@@ -133,6 +133,7 @@ class StandIn:
             "input_tokens": 3,
             "output_tokens": 2,
             "total_tokens": 5,
+            "device_seconds": 0.5,
             "input_tokens_details": {"cached_tokens": 1},
             "output_tokens_details": {"reasoning_tokens": 0},
         }

@@ -355,6 +355,7 @@ def test_lines_for_responses(api):
     assert (done.usage.input_tokens, done.usage.output_tokens) == (15, 10)
     assert done.usage.input_tokens_details.cached_tokens == 5
     assert done.usage.output_tokens_details.reasoning_tokens == 0
+    assert done.cosched == {"device_seconds": 2.5}
     body = {"input": "a", "background": True}
     [fault] = api.wait(api.create([line("a", url=url, body=body)], endpoint=url)).errors.data
     assert (fault.code, fault.param) == ("background_unsupported", "body.background")

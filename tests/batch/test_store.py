@@ -494,7 +494,12 @@ def test_what_is_no_database_is_refused(tmp_path):
         assert "secret" not in str(error.value)
 
 
+TO_VERSION_4 = (
+    "ALTER TABLE batches DROP COLUMN device_s",
+    "UPDATE schema_version SET version = 4",
+)
 TO_VERSION_3 = (
+    *TO_VERSION_4,
     "ALTER TABLE batches DROP COLUMN num_lines",
     "UPDATE schema_version SET version = 3",
 )
@@ -519,7 +524,7 @@ TO_VERSION_1 = (
 
 
 @pytest.mark.parametrize(
-    "statements", [TO_VERSION_1, TO_VERSION_2, TO_VERSION_3], ids=["1", "2", "3"]
+    "statements", [TO_VERSION_1, TO_VERSION_2, TO_VERSION_3, TO_VERSION_4], ids="1234"
 )
 def test_tables_of_earlier_versions_are_brought_up_to_date(database, store, url, clock, statements):
     name = in_progress(store, [new_line(1), new_line(2)])

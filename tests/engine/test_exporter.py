@@ -125,6 +125,46 @@ def test_targets_met_and_missed(export):
     assert state.times_s["online_missed_ttft"][1] == 1 < state.times_s["online_ttft"][1]
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_requests_cost_is_counted_by_key_and_class_and_told_at_the_end(export, overlap):
+    from sglang.srt.managers.io_struct import unwrap_from_pickle
+
+    engine, value = export(policy="cosched", overlap=overlap)
+    told = {}
+
+    class Outbox:
+        def send_output(self, output, request=None):
+            info = unwrap_from_pickle(getattr(output, "customized_info", None)) or {}
+            for rid, values in zip(output.rids, info.get("device_seconds", ()), strict=False):
+                told.setdefault(rid, []).extend(values)
+            before.send_output(output, request)
+
+    before = engine.outbox
+    engine.send_to(Outbox())
+    names = ["acme", "acme/nightly", ""]
+    for i in range(12):
+        custom = {"cosched_server": {"name": names[i % 3], "device_seconds": i < 3}}
+        engine.submit(
+            f"r{i}",
+            prompt(i, 40),
+            max_new_tokens=5 + i,
+            priority=-(i % 2),
+            custom_params=custom,
+            stream=i % 2 == 0,
+        )
+    engine.run_until_idle(max_iterations=500)
+    state = engine.scheduler.cosched.state()
+    shares = [s for by_tenant in state.device_s.values() for s in by_tenant.values()]
+    assert sum(shares) == pytest.approx(state.busy_s, abs=1e-5)  # rounded to the microsecond
+    assert {name for by_tenant in state.device_s.values() for name in by_tenant} == set(names)
+    acme = {"request_class": "offline", "key": "acme"}
+    of_acme = [s for name, s in state.device_s["offline"].items() if name.startswith("acme")]
+    assert value("device_seconds_total", **acme) == pytest.approx(sum(of_acme)) and min(shares) > 0
+    last = {rid: values[-1] for rid, values in told.items() if any(values)}
+    assert last.keys() == {"r0", "r1", "r2"} and sum(last.values()) < state.busy_s
+    assert [len(told[rid]) for rid in sorted(last)] == [5, 6, 7], "one entry for each token"
+
+
 def test_who_is_late_is_counted_and_told_with_its_first_token(export):
     """A target of a nanosecond is over before anybody plans."""
     engine, value = export(policy="cosched", config={"claims": {"floor_ratio": 0.0}})

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import itertools
 import json
 from types import SimpleNamespace
@@ -44,6 +45,8 @@ class Front:
         self.text = "hi"
         self.late = None
         """What the scheduler says of the TTFT target."""
+        self.costs = None
+        """What the scheduler says that the request cost so far, per token [s]."""
         self.sent = []
 
     def post(self, path, body=None, *, headers=(), root_path="", **changes):
@@ -115,6 +118,7 @@ def front(tiny_model):
                 "cached_tokens": 0,
                 "weight_version": "default",
                 **({"cosched_late": [front.late]} if front.late else {}),
+                **({"device_seconds": front.costs} if front.costs else {}),
             },
         }
 
@@ -386,6 +390,24 @@ class TestReply:
             "x-cosched-late: unknown value 'yes'; choose from 0, 1",
         )
 
+    @pytest.mark.parametrize("path", [*TIERED, GENERATE])
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_usage_says_what_a_request_cost_if_it_asks(self, front, monkeypatch, path, stream):
+        monkeypatch.setattr(front, "costs", [None, 0.25])
+        monkeypatch.setattr(front, "text", '"usage":{"prompt_tokens":1}')
+        options = {} if path == RESPONSES else {"stream_options": {"include_usage": True}}
+        fields = {"stream": stream, **(options if stream else {})}
+        response = front.post(path, headers={"x_cosched_usage": "1"}, **fields)
+        (sent,) = front.sent
+        assert sent.sampling_params.custom_params["cosched_server"] == {"device_seconds": True}
+        lines = response.text.splitlines() if stream else ["data: " + response.text]
+        events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        last = events[-1].get("response", events[-1])
+        told = last["meta_info"] if path == GENERATE else last["usage"]
+        assert told["device_seconds"] == 0.25
+        monkeypatch.setattr(front, "costs", None)
+        assert "device_seconds" not in front.post(path, **fields).text
+
     def test_targets_as_they_are_granted(self, front):
         headers = {"x_slo_ttft_ms": "0.001", "x_slo_tpot_ms": "30"}
         response = front.post(CHAT, headers=headers)
@@ -431,6 +453,20 @@ class TestClaims:
         assert response.json()["service_tier"] == "flex"
         front.post(CHAT)
         assert front.priorities == [None]
+
+    def test_name_of_a_key(self, front, claiming):
+        claiming(keys={"secret": {"name": "acme"}, "other": {}})
+        lies = {"custom_params": {"cosched_server": {"name": "rich"}, "mine": 1}}
+        digest = hashlib.sha256(b"other").hexdigest()
+        for headers, name in (
+            (self.KEY, "acme"),
+            ({"authorization": "Bearer other"}, digest[:8]),
+            ({"authorization": "Bearer third"}, None),
+            ({}, None),
+        ):
+            front.post(CHAT, lies, headers=headers)
+            expected = {"mine": 1, **({"cosched_server": {"name": name}} if name else {})}
+            assert front.sent[0].sampling_params.custom_params == expected
 
     def test_bounds_of_a_key(self, front, claiming):
         claiming(keys={"secret": {"floors": {"ttft_ms": 800}, "ceilings": {"tpot_ms": 60}}})

@@ -19,7 +19,7 @@ _MAX_TEXT_CHARS = 4096
 _ID = re.compile(r"batch_req_([0-9a-f]{16})([0-9a-f]{8})")
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
-_TOKENS: Mapping[str, tuple[tuple[str, ...], ...]] = {
+_USAGE: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "prompt_tokens": (("prompt_tokens",), ("input_tokens",)),
     "completion_tokens": (("completion_tokens",), ("output_tokens",)),
     "cached_tokens": (
@@ -31,6 +31,7 @@ _TOKENS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("output_tokens_details", "reasoning_tokens"),
         ("reasoning_tokens",),
     ),
+    "device_s": (("device_seconds",),),
 }
 """Field of `Answer` -> places in ``usage``: chat and completions, /v1/responses, SGLang."""
 
@@ -38,7 +39,7 @@ _TOKENS: Mapping[str, tuple[tuple[str, ...], ...]] = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """What the server answered. `body` is JSON without line breaks. `cached_tokens` are part of the
-    prompt, `reasoning_tokens` of the completion."""
+    prompt, `reasoning_tokens` of the completion. `device_s`: what it cost [s]; 0: not known."""
 
     status: int
     request_id: str
@@ -47,6 +48,7 @@ class Answer:
     completion_tokens: int
     cached_tokens: int = 0
     reasoning_tokens: int = 0
+    device_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +110,7 @@ def judge(response: httpx.Response) -> Answer | Failure | TryAgain:
         body=_one_line(response.content),
         **{
             name: next((count for place in places if (count := _count(usage, place))), 0)
-            for name, places in _TOKENS.items()
+            for name, places in _USAGE.items()
         },
     )
 
@@ -122,10 +124,10 @@ def _is_aborted(body: Any) -> bool:
     )
 
 
-def _count(value: Any, place: Sequence[str]) -> int | None:
+def _count(value: Any, place: Sequence[str]) -> Any:
     for name in place:
         value = value.get(name) if isinstance(value, dict) else None
-    return value if isinstance(value, int) else None
+    return value if isinstance(value, int | float) else None
 
 
 def _with_body(response: httpx.Response, body: Any, *, code: str, message: str) -> Failure:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from http import HTTPStatus
 from typing import Any
 
@@ -145,6 +145,23 @@ def tell_client(req: Any, key: str, value: str) -> None:
     sends.
     """
     req.customized_info = {**(req.customized_info or {}), key: [value]}
+
+
+class _AtEnd:
+    """Stands for a list with one value per output token of which the last sent one counts."""
+
+    def __init__(self, read: Callable[[], Any]) -> None:
+        self._read = read
+
+    def __getitem__(self, part: slice) -> list[Any]:
+        num = part.stop - part.start
+        return [None] * (num - 1) + [self._read()] if num > 0 else []
+
+
+def tell_client_at_end(req: Any, key: str, read: Callable[[], Any]) -> None:
+    """Put a value into the ``meta_info`` of a reply, as it is when tokens are sent: the last entry
+    of the list there."""
+    req.customized_info = {**(req.customized_info or {}), key: _AtEnd(read)}
 
 
 def send_abort(scheduler: Any, answer: Any, req: Any) -> None:

@@ -78,6 +78,23 @@ def test_two_runs_give_the_same_bytes_however_slow_the_host_is(monkeypatch, name
     assert bytes_of(slow) == bytes_of(fast)
 
 
+@pytest.mark.parametrize(("name", "overlap"), [("cosched", True), ("hygen", False)])
+def test_what_requests_cost_adds_up_to_the_busy_time(monkeypatch, name, overlap):
+    from cosched.predict.account import Account
+
+    charged, charge = {}, Account.charge
+
+    def note(account, requests, shape, seconds):
+        charge(account, requests, shape, seconds)
+        charged.update({request.rid: request for request in requests})
+
+    monkeypatch.setattr(Account, "charge", note)
+    result = execute(make_spec(name, duration_s=2.0, machine={"overlap": overlap}))
+    busy_s = result.iterations.column("duration_s").sum()
+    assert sum(r.device_s for r in charged.values()) == pytest.approx(busy_s, rel=1e-9)
+    assert {r.rid for r in result.records if r.num_output_tokens} <= charged.keys()
+
+
 @pytest.mark.parametrize("name", ["cosched", "hygen"])
 def test_requests_that_come_during_an_iteration_are_looked_for_before_it_ends(name):
     """Planned ahead, a request waits for the iteration that is under way and for the next."""
