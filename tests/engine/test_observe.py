@@ -35,7 +35,9 @@ class Lengths(list):
         return list(self)
 
 
-BATCH = SimpleNamespace(forward_mode=Mode(), seq_lens_cpu=Lengths([5, 7]), spec_algorithm=NO_DRAFTS)
+BATCH = SimpleNamespace(
+    forward_mode=Mode(), reqs=(), seq_lens_cpu=Lengths([5, 7]), spec_algorithm=NO_DRAFTS
+)
 
 
 class Loop:
