@@ -3,14 +3,16 @@
 
     scripts/gpu_end_to_end.py --out DIR                          # on a GPU, some ten minutes
     scripts/gpu_end_to_end.py --out DIR --picker picker.json     # of scripts/gpu_profile
+    scripts/gpu_end_to_end.py --out DIR --only load --backend triton --policy sglang cosched
     scripts/gpu_end_to_end.py --out DIR --device cpu             # minutes, tiny, without speed
 
 1. *tokens*: questions about documents beside chats, in float32 on a tiny model, sent at once to a
    server of stock attention and to one of ours: every reply must be the same, or it ends with 1.
 2. *load*: a model of --shape with dummy weights, in bfloat16. Chats arrive as in --online, and
-   --offline work is there from the start; one server after the other, each fresh. Offline tokens/s,
-   TTFT and TPOT of the chats. Dummy weights give logits that lie close together, so the tokens of
-   two backends in bfloat16 diverge sooner or later; the number of equal replies is reported only.
+   --offline work is there from the start; one server after the other, each fresh, for each policy
+   and backend. Offline tokens/s, TTFT and TPOT of the chats. Dummy weights give logits that lie
+   close together, so the tokens of two backends in bfloat16 diverge sooner or later; the number of
+   equal replies is reported only.
 
 DIR gets the servers' logs, end_to_end.json and end_to_end.md (a table for docs/results).
 Options of SGLang come behind `--`, for all servers. On a GPU the servers need SGLang and its
@@ -29,7 +31,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +145,7 @@ class Servers:
         self.args = args
         stock = args.stock or ("triton" if args.device == "cuda" else "torch_native")
         self.names = (stock, OURS)
+        self.loaded = tuple(args.backend or self.names)
         # Without a picker's file a CPU would share nothing.
         least = 1 if args.device == "cpu" else None
         picker = None if args.picker is None else str(args.picker.resolve())
@@ -161,7 +164,7 @@ class Servers:
             log_path = args.out / f"tokens-{model.name}-{name}.log"
             # Every group that there is, the picker aside: it is the kernels that are compared.
             shared = msgspec.structs.replace(self.shared, min_saved_tokens=1, device_model=None)
-            with configured(Config(policy=args.policy, strict=True, shared_prefix=shared)):
+            with configured(Config(policy=args.policy[0], strict=True, shared_prefix=shared)):
                 server = serving(
                     model_path=str(model), flags=self.flags(name, *flags), log_path=log_path
                 )
@@ -169,12 +172,14 @@ class Servers:
                     found.append(await replies(base_url, asked, args.new_tokens))
         return {"step": "tokens", "model": model.name, **compared(*found)}
 
-    async def load(self, name: str, model: Path, flags: Sequence[str]) -> dict[str, Any]:
+    async def load(
+        self, policy: str, name: str, model: Path, flags: Sequence[str]
+    ) -> dict[str, Any]:
         args = self.args
         spec = RunSpec(
-            setting=replace(setting_of(args.policy), name=name),
+            setting=setting_of(policy),
             online=WorkloadSpec(name=args.online, rate=args.online_rate),
-            offline=WorkloadSpec(name=args.offline),
+            offline=WorkloadSpec(name=args.offline, num_requests=args.offline_requests),
             duration_s=args.duration,
             seed=args.seed,
             data_dir=args.data_dir,
@@ -182,12 +187,14 @@ class Servers:
         servers = OwnServers(
             model_path=str(model), flags=self.flags(name, *flags), vocab_size=VOCAB_SIZE
         )
-        run = await servers.run(spec, log_path=args.out / f"load-{name}.log")
+        run = await servers.run(spec, log_path=args.out / f"load-{policy}-{name}.log")
         summary = run.result.summary
         online = summary.online
         return {
             "step": "load",
+            "policy": policy,
             "backend": name,
+            "server_start_s": run.server_start_s,
             "offline_tokens_per_s": summary.offline.tokens_per_s,
             "attainment": online.attainment.joint.ratio,
             "ttft_ms": {"p50": ms(online.ttft_s.p50), "p99": ms(online.ttft_s.p99)},
@@ -218,8 +225,9 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
     if loads:
         lines += [
             "",
-            "| attention | offline tokens/s | targets met | TTFT ms p50, p99 | TPOT ms p50, p99 |",
-            "|---|---|---|---|---|",
+            "| policy | attention | offline tokens/s | targets met | TTFT ms p50, p99 "
+            "| TPOT ms p50, p99 |",
+            "|---|---|---|---|---|---|",
         ]
     for row in loads:
         times = [
@@ -229,7 +237,8 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
         met = "" if row["attainment"] is None else f"{row['attainment']:.1%}"
         late = " (the client was late)" if row["is_client_late"] else ""
         tokens = cell(row["offline_tokens_per_s"])
-        lines.append(f"| {row['backend']}{late} | {tokens} | {met} | {times[0]} | {times[1]} |")
+        name = f"`{row['policy']}` | {row['backend']}{late}"
+        lines.append(f"| {name} | {tokens} | {met} | {times[0]} | {times[1]} |")
     return "\n".join(lines) + "\n"
 
 
@@ -247,10 +256,14 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--stock", help="the other backend (triton; on a CPU torch_native)")
     parser.add_argument("--picker", type=Path, help="picker.json of scripts/gpu_profile")
-    parser.add_argument("--policy", default="cosched", help="(%(default)s)")
+    parser.add_argument(
+        "--policy", nargs="+", default=["cosched"], help="of the load; tokens: the first (cosched)"
+    )
+    parser.add_argument("--backend", nargs="+", help="of the load (--stock and ours)")
     parser.add_argument("--online", help="chats, of the catalogue (azure-like; on a CPU demo-chat)")
     parser.add_argument("--online-rate", type=float, default=2.5, help="per second (%(default)s)")
     parser.add_argument("--offline", help="documents, of the catalogue (on a CPU demo-job)")
+    parser.add_argument("--offline-requests", type=int, help="of the job (the whole workload)")
     parser.add_argument("--data-dir", help="folder with traces, where the catalogue needs them")
     parser.add_argument("--duration", type=float, default=120.0, help="seconds (%(default)s)")
     parser.add_argument("--questions", type=int, default=8, help="per document (%(default)s)")
@@ -281,10 +294,10 @@ async def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]
     if args.only != "tokens":
         model = write_model(folder, args.shape)
         flags = TINY if args.shape == "tiny" else ("--load-format", "dummy")
-        if args.shape != "tiny":
+        if args.shape != "tiny" and args.only != "load":
             note(await servers.tokens(model, flags, length=length) | {"must_be_same": False})
-        for name in servers.names:
-            note(await servers.load(name, model, flags))
+        for policy, name in product(args.policy, servers.loaded):
+            note(await servers.load(policy, name, model, flags))
     return rows
 
 
