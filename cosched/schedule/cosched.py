@@ -138,6 +138,7 @@ class CoschedOptions:
     gap_cap   no iteration beside online decodes is longer than `GAPS` allow
     longest_first  offline requests by their expected replies; False: in the pool's order
     timeline  memory is set aside by the expected lengths of outputs, not by the engine's ratio
+    agrees    with ranks that step together, what they need of an iteration counts on all of them
     turns     with drafts offline prefills wait for company; False: they mix with every decode
     """
 
@@ -145,6 +146,7 @@ class CoschedOptions:
     gap_cap: bool = True
     longest_first: bool = True
     timeline: bool = True
+    agrees: bool = True
     turns: bool = True
 
 
@@ -229,6 +231,8 @@ class CoschedPolicy:
         return _Attempt(builder, deadlines, tiers, budget.limits(), rest.idle_s)
 
     def needs(self, view: View) -> RankNeeds:
+        if not self._options.agrees:
+            return RankNeeds()
         ranks = tiers_in_order(self._settings.tiers, self.initial.credits)
         deadlines, orders = self._look(PlanBuilder(view), ranks)
         order = merged(orders)

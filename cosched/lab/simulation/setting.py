@@ -78,6 +78,15 @@ _BASELINES = (
         client=OfflineClient.AIMD,
     ),
     Setting(name="priority", summary="stock priority scheduling, its defaults", policy="priority"),
+    *(
+        Setting(
+            name=f"{name}-delayer",
+            summary=f"{name} with SGLang's prefill delayer for ranks of DP attention",
+            policy=policy,
+            flags=("--enable-prefill-delayer",),
+        )
+        for name, policy in (("s1", "sglang"), ("priority", "priority"))
+    ),
     Setting(
         name="vllm-like",
         summary="stock, classes ignored, as BROS ran vLLM: pages of 16, whole prompts, no tree",
