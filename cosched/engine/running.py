@@ -331,6 +331,12 @@ class Running:
             promised = [None if n == _NONE else n for n in self.columns[_Column.PROMISED].tolist()]
         return Progress(num_output, promised)
 
+    def output_left(self) -> tuple[Any, Any]:
+        """Output of each that is still to come, in one slot; whether the engine keeps all of it
+        free."""
+        columns = self.columns
+        return columns[_Column.LIMIT] - columns[_Column.OUTPUT], columns[_Column.CERTAIN] != 0
+
     def to_come(self) -> tuple[Any, Any]:
         """Of requests without promised KV: output still to come in all their slots, of those that
         may end early, and of those that cannot."""

@@ -7,7 +7,7 @@ import pytest
 from cosched.core.batch import BatchShape, Prefill
 from cosched.lab.simulation.run import execute
 from cosched.lab.simulation.windows import seen_through
-from tests.small_runs import spec_of
+from tests.small_runs import spec_of, watch_plans
 
 
 def test_half_of_a_context_ends_after_the_window():
@@ -18,7 +18,11 @@ def test_half_of_a_context_ends_after_the_window():
 
 
 @pytest.mark.parametrize("policy", ["cosched", "hygen"])
-def test_a_small_pool_of_windows_is_never_overdrawn(policy):
+def test_a_small_pool_of_windows_is_never_overdrawn(policy, monkeypatch):
+    def look(_policy, view, *_):
+        assert view.window_kv.reserved == sum(map(view.window_reserve_of, view.running))
+
+    watch_plans(monkeypatch, look)
     spec = spec_of(policy, overlap=True)
     machine = replace(spec.machine, window_tokens=64, window_kv_tokens=3000)
     result = execute(replace(spec, machine=machine))
