@@ -56,6 +56,15 @@ LATENT = {
     },
 }
 """DeepSeek-V3 and Kimi-K2 are of this type."""
+INDEXED = {
+    **LATENT,
+    "model_type": "deepseek_v32",
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "index_head_dim": 128,
+    "index_n_heads": 4,
+    "index_topk": 64,
+}
+"""DeepSeek-V3.2: an indexer chooses what is attended to. Its kernels need a GPU."""
 HYBRID = {
     **SIZES,
     "model_type": "qwen3_next",
