@@ -209,7 +209,7 @@ def _controller(
             decode_reserve=caps.decode_reserve,
         ),
         arrivals=arrivals,
-        service=ServiceRecord(slo=settings.slo),
+        service=ServiceRecord(slo=settings.slo, tiers=settings.tiers),
         recompute=RecomputeBudget(share=share, most_s=share * RECOMPUTE_WINDOW_S),
         timekeeper=Timekeeper(
             clock=clock, observer=observer, predictor=predictor if entry.timed else None

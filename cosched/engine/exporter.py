@@ -36,6 +36,7 @@ _TPOT_S = (0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.
 _E2E_S = (0.1, 0.25, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 86400)
 
 _CLASS, _TARGET = ("request_class",), ("request_class", "target")
+_TIER = ("tier", "target")
 _CLASSES = tuple(name.value for name in RequestClass)
 _LATENCIES = ("ttft", "tpot")
 _KV_USES = ("free", "running_online", "running_offline", "returning", "referenced", "dead")
@@ -94,6 +95,11 @@ _TABLE = (
           "request_class", "num_waiting_{}", _CLASSES),
     _rows(_G, "running_requests", "Requests running.",
           "request_class", "num_running_{}", _CLASSES),
+    # Tiers of online requests.
+    _Row(Metric("tier_slo_met", _C, "Online requests of a tier that met a target.", _TIER)),
+    _Row(Metric("tier_slo_missed", _C, "Online requests of a tier that missed a target.", _TIER)),
+    _Row(Metric("tier_requests", _G, "Online requests of a tier that wait or run.",
+                ("tier", "state"))),
     # Tolerance mode.
     _rows(_C, "beside_seconds", "Sum of the TTFT or TPOT of online requests beside offline work.",
           "latency", "alone.{}.total_s", _LATENCIES),
@@ -279,6 +285,12 @@ class MetricsExporter:
         for reason, (num_judged, num_met) in state.late.items():
             self._show(_C, "late", num_judged, reason=reason)
             self._show(_C, "late_met", num_met, reason=reason)
+        for name, tier in state.tiers.items():
+            for target, (num_met, num_missed) in tier.attainment.items():
+                self._show(_C, "tier_slo_met", num_met, tier=name, target=target)
+                self._show(_C, "tier_slo_missed", num_missed, tier=name, target=target)
+            self._show(_G, "tier_requests", tier.num_waiting, tier=name, state="waiting")
+            self._show(_G, "tier_requests", tier.num_running, tier=name, state="running")
         most = state.offline_limits.max_running
         self._of("offline_max_running").set(math.inf if most is None else most)
         for log in state.logs_off:

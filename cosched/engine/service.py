@@ -7,11 +7,13 @@ known there. Tokenizing, detokenizing and HTTP come on top for the client.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from cosched.core.batch import BatchShape, BatchTotals
 from cosched.core.request import LateReason, RequestClass, Slo
+from cosched.core.tiers import Tier
 from cosched.engine import port
 from cosched.engine.tracked import TrackedRequest
 from cosched.predict.calibration import Calibrator
@@ -37,13 +39,27 @@ class ServiceListener(Protocol):
     def judged(self, request_class: RequestClass, target: str, is_met: bool) -> None: ...
 
 
+@dataclass(slots=True)
+class TierService:
+    """Of the requests of one tier: attainment and times_s as in `ServiceRecord`."""
+
+    name: str
+    attainment: dict[str, list[int]] = field(
+        default_factory=lambda: {target: [0, 0] for target in TARGETS[RequestClass.ONLINE]}
+    )
+    times_s: dict[str, tuple[float, int]] = field(
+        default_factory=lambda: {"ttft": (0.0, 0), "tpot": (0.0, 0)}
+    )
+
+
 class ServiceRecord:
     """Counts since the start. Requests that are aborted are in no other count but that of their
     tokens and, where they had one, of their first token."""
 
-    def __init__(self, *, slo: Slo) -> None:
+    def __init__(self, *, slo: Slo, tiers: Iterable[Tier] = ()) -> None:
         """slo: targets of online requests that name none."""
         self._slo = slo
+        self.tiers = [TierService(tier.name) for tier in tiers]
         self.listener: ServiceListener | None = None
         self.output_tokens: Counter[RequestClass] = Counter()
         self.aborted: Counter[RequestClass] = Counter()
@@ -96,21 +112,21 @@ class ServiceRecord:
     def _first_token(self, tracked: TrackedRequest, now_s: float) -> None:
         tracked.first_reported_s = now_s
         ttft_s = now_s - tracked.arrival_s
-        self._add_time(tracked.request_class, "ttft", ttft_s)
+        self._add_time(tracked, "ttft", ttft_s)
         if self.listener is not None:
             self.listener.first_token(tracked.request_class, ttft_s)
         if tracked.request_class is RequestClass.ONLINE:
             most_s = _target(tracked.slo.ttft_s, self._slo.ttft_s)
             self._judge(tracked, "ttft", ttft_s, most_s)
             if most_s is not None and ttft_s > most_s:
-                self._add_time(tracked.request_class, "missed_ttft", ttft_s)
+                self._add_time(tracked, "missed_ttft", ttft_s)
 
     def _finished(self, tracked: TrackedRequest, now_s: float) -> None:
         num_gaps = tracked.num_reported_tokens - 1
         first_s = tracked.first_reported_s
         tpot_s = None if num_gaps < 1 else (now_s - first_s) / num_gaps
         if tpot_s is not None:
-            self._add_time(tracked.request_class, "tpot", tpot_s)
+            self._add_time(tracked, "tpot", tpot_s)
         e2e_s = now_s - tracked.arrival_s
         if self.listener is not None:
             self.listener.finished(tracked.request_class, e2e_s, tpot_s)
@@ -127,9 +143,15 @@ class ServiceRecord:
                 is_slow = (tpot_s or 0.0) > most_tpot_s
                 self._judge(tracked, ALL_TARGETS, float(is_late or is_slow), 0.0)
 
-    def _add_time(self, request_class: RequestClass, name: str, seconds: float) -> None:
+    def _add_time(self, tracked: TrackedRequest, name: str, seconds: float) -> None:
+        request_class = tracked.request_class
         total_s, num = self.times_s[request_class, name]
         self.times_s[request_class, name] = (total_s + seconds, num + 1)
+        if self.tiers and request_class is RequestClass.ONLINE:
+            of_tier = self.tiers[tracked.tier].times_s
+            if name in of_tier:
+                total_s, num = of_tier[name]
+                of_tier[name] = (total_s + seconds, num + 1)
 
     def _judge(
         self, tracked: TrackedRequest, target: str, value: float, most: float | None
@@ -140,6 +162,8 @@ class ServiceRecord:
         if target == "ttft" and is_met and tracked.late is not None:
             self.late[tracked.late][1] += 1
         self.attainment[tracked.request_class, target][0 if is_met else 1] += 1
+        if self.tiers and tracked.request_class is RequestClass.ONLINE:
+            self.tiers[tracked.tier].attainment[target][0 if is_met else 1] += 1
         if self.listener is not None:
             self.listener.judged(tracked.request_class, target, is_met)
 

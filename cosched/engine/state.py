@@ -91,6 +91,15 @@ class OfflineProgress(msgspec.Struct, kw_only=True, frozen=True):
     prefill_token_s: float = 0.0
 
 
+class TierState(msgspec.Struct, kw_only=True, frozen=True):
+    """Online requests of one tier. attainment, times_s: as in `ReplicaState`."""
+
+    num_waiting: int
+    num_running: int
+    attainment: dict[str, tuple[int, int]]
+    times_s: dict[str, tuple[float, int]]
+
+
 class ReplicaState(msgspec.Struct, kw_only=True, frozen=True):
     """The state of one scheduler. docs/metrics.md describes each field.
 
@@ -117,6 +126,7 @@ class ReplicaState(msgspec.Struct, kw_only=True, frozen=True):
     skipped          why waiting requests were left out of the latest plan -> number
     pool             None: offline requests wait in the order of arrival
     kv               None: the engine's own order of eviction holds
+    tiers            of online requests by name, the highest first; empty without tiers
     logs_off         logs that were switched off because a line could not be written
     """
 
@@ -163,6 +173,7 @@ class ReplicaState(msgspec.Struct, kw_only=True, frozen=True):
     kv: KvOccupancy | None
     logs_off: tuple[str, ...]
     alone: IsolatedState | None = None
+    tiers: dict[str, TierState] = {}
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON and SGLang's messages."""
@@ -238,8 +249,28 @@ def state_of(controller: Controller) -> ReplicaState:
         pool=pool.stats() if isinstance(pool, PrefixPool) else None,
         kv=None if controller.kv is None else controller.kv.occupancy(),
         alone=None if controller.isolated is None else controller.isolated.state(),
+        tiers=_tiers(controller, running),
         logs_off=tuple(name for name, log in controller.logs.items() if log.is_off),
     )
+
+
+def _tiers(controller: Controller, running: list[TrackedRequest]) -> dict[str, TierState]:
+    tiers = controller.service.tiers
+    if not tiers:
+        return {}
+    waiting = Counter(one.tier for one in controller.waiting.online)
+    runs = Counter(one.tier for one in running if one.request_class is RequestClass.ONLINE)
+    return {
+        one.name: TierState(
+            num_waiting=waiting[rank],
+            num_running=runs[rank],
+            attainment={target: (met, missed) for target, (met, missed) in one.attainment.items()},
+            times_s={
+                name: (round(total_s, 6), num) for name, (total_s, num) in one.times_s.items()
+            },
+        )
+        for rank, one in enumerate(tiers)
+    }
 
 
 def offline_progress(controller: Controller) -> OfflineProgress:

@@ -27,11 +27,27 @@ def _num_evicted(s: Summary) -> int | None:
     return sum(known) if known else None
 
 
+def _tier(place: int, target: str) -> Callable[[Summary], float | None]:
+    def met(s: Summary) -> float | None:
+        tiers = [*s.tiers.values()]
+        if place >= len(tiers):
+            return None
+        ratio: float | None = getattr(tiers[place].attainment, target).ratio
+        return ratio
+
+    return met
+
+
 COLUMNS: Mapping[str, Column] = {
     "both met %": Column(of=lambda s: s.online.attainment.joint.ratio, scale=100),
     "TTFT met %": Column(of=lambda s: s.online.attainment.ttft.ratio, scale=100),
     "TPOT met %": Column(of=lambda s: s.online.attainment.tpot.ratio, scale=100),
     "TBT met %": Column(of=lambda s: s.online.attainment.tbt.ratio, scale=100),
+    **{
+        f"tier {place + 1} {name} %": Column(of=_tier(place, target), scale=100)
+        for name, target in (("met", "joint"), ("TTFT met", "ttft"), ("TPOT met", "tpot"))
+        for place in range(3)
+    },
     "JCT met %": Column(of=lambda s: s.online.attainment.jct.ratio, scale=100),
     "TTFT p50 s": Column(of=lambda s: s.online.ttft_s.p50, digits=2),
     "TTFT p99 s": Column(of=lambda s: s.online.ttft_s.p99, digits=2),

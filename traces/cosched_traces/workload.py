@@ -33,6 +33,7 @@ class TraceRequest:
     after              rid of the request whose answer it waits for; it is then sent `think_s` after
                        that answer's end, and `arrival_s` is only the earliest it could be
     session            the conversation it is a turn of
+    priority           of an online request: names its tier
     """
 
     rid: str
@@ -46,6 +47,7 @@ class TraceRequest:
     think_s: float = 0.0
     session: str | None = None
     slo: Slo = field(default_factory=Slo)
+    priority: int = 0
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -352,6 +352,8 @@ class _LiveRun:
             headers["x-smg-priority"] = "bulk"
             if self._target.send_priority:
                 body["priority"] = OFFLINE_PRIORITY
+        elif arrival.priority:
+            body["priority"] = arrival.priority
         if arrival.slo.ttft_s is not None:
             headers["x-slo-ttft-ms"] = f"{arrival.slo.ttft_s * 1e3:g}"
         if arrival.slo.tpot_s is not None:
@@ -416,4 +418,5 @@ class _Reply:
             finish_reason=problem or self._finish_reason,
             ok=is_ok,
             slo=arrival.slo,
+            priority=arrival.priority,
         )

@@ -52,6 +52,7 @@ class RequestRecord:
     finish_reason          as the server reports it (stop, length, abort, …)
     ok                     False: refused, aborted, timed out or broken off
     slo                    its own targets; the summary's defaults replace None
+    priority               of an online request: names its tier
     """
 
     rid: str
@@ -73,6 +74,7 @@ class RequestRecord:
     finish_reason: str | None = None
     ok: bool = True
     slo: Slo = field(default_factory=Slo)
+    priority: int = 0
 
     def __post_init__(self) -> None:
         fault = _fault(self)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -91,7 +91,7 @@ class ClassSummary:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
     """Metrics over `window` of a run that was observed until `observed_until_s`. `job` is about the
-    whole run."""
+    whole run. tiers: of online requests by priority, the highest first; empty if all are equal."""
 
     window: Window
     observed_until_s: float
@@ -101,6 +101,7 @@ class Summary:
     iterations: IterationSummary
     kv: KvSummary
     host: HostSummary
+    tiers: Mapping[str, ClassSummary] = field(default_factory=dict)
 
     def to_dict(self, *, with_host: bool = True) -> dict[str, Any]:
         """Plain data for JSON: always the same keys, no NaN. Without ``host`` equal runs give equal
@@ -138,7 +139,9 @@ def summarize(
     rows = IterationMetrics(log, window)
     slos = default_slos or {}
 
-    def of_class(request_class: RequestClass) -> ClassSummary:
+    def of_class(
+        request_class: RequestClass, records: Sequence[RequestRecord], num_computed: int | None
+    ) -> ClassSummary:
         mine = _ClassRecords(
             request_class=request_class,
             records=[r for r in records if r.request_class is request_class],
@@ -147,13 +150,16 @@ def summarize(
         )
         default = slos.get(request_class, Slo())
         judgements = mine.judge(default, jct_target)
-        return _class_summary(mine, judgements, default, rows.computed_tokens(request_class))
+        return _class_summary(mine, judgements, default, num_computed)
 
+    classes = {name: of_class(name, records, rows.computed_tokens(name)) for name in RequestClass}
+    online = [r for r in records if r.request_class is RequestClass.ONLINE]
+    priorities = sorted({r.priority for r in online}, reverse=True)
     return Summary(
         window=window,
         observed_until_s=observed_until_s,
-        online=of_class(RequestClass.ONLINE),
-        offline=of_class(RequestClass.OFFLINE),
+        online=classes[RequestClass.ONLINE],
+        offline=classes[RequestClass.OFFLINE],
         job=summarize_job(
             [r for r in records if r.request_class is RequestClass.OFFLINE],
             end_s=observed_until_s,
@@ -162,6 +168,12 @@ def summarize(
         iterations=rows.summary(),
         kv=rows.kv(),
         host=rows.host(),
+        tiers={
+            str(each): of_class(
+                RequestClass.ONLINE, [r for r in online if r.priority == each], None
+            )
+            for each in (priorities if len(priorities) > 1 else ())
+        },
     )
 
 

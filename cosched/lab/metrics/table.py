@@ -15,6 +15,7 @@ from cosched.lab.metrics.summary import Summary, compare
 
 _SHOWN = (
     *("TTFT met %", "TPOT met %", "both met %", "TTFT p50 s", "TTFT p99 s", "missed TTFT p99 s"),
+    *("tier 1 met %", "tier 2 met %", "tier 3 met %"),
     *("TPOT p50 ms", "TPOT p99 ms", "TBT p99 ms", "job done s", "mean completion s"),
     *("p95 completion s", "work/s", "of bound %", "offline tokens/s", "offline req/s"),
     *("online hit %", "offline hit %", "evicted prompt tokens", "preemptions", "recomputed tokens"),

@@ -19,6 +19,7 @@ class Arrival:
     """One request that a client sends.
 
     num_output_tokens  length of the reply; the scheduler sees only `max_new_tokens`
+    priority           of an online request
     output_ids         tokens of a simulated reply that a later prompt contains; empty: any. The
                        last token is always the end of the reply
     """
@@ -31,6 +32,7 @@ class Arrival:
     max_new_tokens: int
     output_ids: Sequence[int] = ()
     slo: Slo = field(default_factory=Slo)
+    priority: int = 0
 
 
 class Source(Protocol):

@@ -42,6 +42,7 @@ def _arrival_of(request: TraceRequest, input_ids: array[int]) -> Arrival:
         num_output_tokens=request.num_output_tokens,
         max_new_tokens=request.max_new_tokens or request.num_output_tokens,
         slo=request.slo,
+        priority=request.priority,
     )
 
 

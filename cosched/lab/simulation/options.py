@@ -32,6 +32,7 @@ from cosched.lab.cost_models.registry import COST_MODELS
 from cosched.lab.cost_models.specs import GPUS, MODELS
 from cosched.lab.simulation.host_time import read_host_time
 from cosched.lab.simulation.machine import Machine
+from cosched.lab.simulation.requests import checked_tiers
 from cosched.lab.simulation.run import DEFAULT_SLO, CostSpec, RunSpec, WorkloadSpec
 from cosched.lab.simulation.setting import Setting
 from cosched.policies import known_policy, policy_names
@@ -82,6 +83,9 @@ class OnlineOptions:
     num_sessions: Annotated[Count | None, Parameter(name="--online-sessions")] = None
     peak_window_s: Annotated[Positive | None, Parameter(name="--peak-window")] = None
     faster: Annotated[Positive, Parameter(name="--online-faster")] = 1.0
+    tiers: Annotated[
+        str, Parameter(name="--online-tiers", metavar="TIERS", converter=reader(checked_tiers))
+    ] = ""
 
 
 @explained_by(WorkloadSpec)

@@ -62,6 +62,7 @@ class RequestState:
             finish_reason=reason,
             ok=reason != "abort",
             slo=arrival.slo,
+            priority=arrival.priority,
         )
 
     def runs(self, time_s: float) -> None:

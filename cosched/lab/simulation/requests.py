@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from random import Random
+from typing import TYPE_CHECKING, NamedTuple
 
 from cosched.core.request import RequestClass, Slo
 from cosched.lab.metrics.records import RequestRecord
@@ -46,7 +47,8 @@ def load_requests(spec: RunSpec) -> tuple[list[TraceRequest], list[TraceRequest]
         workload = replay_faster(workload, faster)
         if spec.online.peak_window_s is not None:
             workload = busiest_window(workload, spec.online.peak_window_s)
-        online.extend(_with_deadlines(workload.requests, spec.jct))
+        requests = _with_deadlines(workload.requests, spec.jct)
+        online.extend(_with_tiers(requests, spec.online.tiers, spec.seed))
     if spec.setting.has_offline and spec.offline is not None:
         workload = load_workload(
             spec.offline.name,
@@ -63,6 +65,50 @@ def load_requests(spec: RunSpec) -> tuple[list[TraceRequest], list[TraceRequest]
             for requests in (online, offline)
         )
     return online, offline
+
+
+class TierPart(NamedTuple):
+    """A tier of the online requests of a run. part: weight among them."""
+
+    priority: int
+    part: float
+    slo: Slo
+
+
+def tier_parts(text: str) -> list[TierPart]:
+    """`WorkloadSpec.tiers`. ValueError."""
+    parts = []
+    for word in text.split():
+        priority, part, *targets = word.split(":")
+        if len(targets) not in (0, 2):
+            raise ValueError(f"{word!r} is not PRIORITY:PART or PRIORITY:PART:TTFT_MS:TPOT_MS")
+        ttft_s, tpot_s = [float(target) / 1e3 for target in targets] or (None, None)
+        slo = Slo(ttft_s=ttft_s, tpot_s=tpot_s)
+        parts.append(TierPart(int(priority), float(part), slo))
+    return parts
+
+
+def checked_tiers(text: str) -> str:
+    tier_parts(text)
+    return text
+
+
+def _with_tiers(requests: Sequence[TraceRequest], tiers: str, seed: int) -> Sequence[TraceRequest]:
+    """Each session or request with one of the tiers, and its targets where it has none."""
+    parts = tier_parts(tiers)
+    if not parts:
+        return requests
+    rng = Random(f"tiers {seed}")
+    weights = [part.part for part in parts]
+    of: dict[str, TierPart] = {}
+    for request in requests:
+        name = request.session or request.rid
+        if name not in of:
+            of[name] = rng.choices(parts, weights)[0]
+    chosen = [(r, of[r.session or r.rid]) for r in requests]
+    return [
+        replace(r, priority=tier.priority, slo=with_defaults(r.slo, tier.slo)) for r, tier in chosen
+    ]
 
 
 def _with_own_rids(offline: list[TraceRequest], taken: Set[str]) -> list[TraceRequest]:

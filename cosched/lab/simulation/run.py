@@ -60,6 +60,9 @@ class WorkloadSpec:
                    default: the whole set at the start
     refill         offline requests kept at the server: when one ends, the next is sent, as a job
                    that never ends does
+    tiers          tiers of the online requests: PRIORITY:PART:TTFT_MS:TPOT_MS of each, separated by
+                   spaces; every session or request is of one, drawn by their parts. Without targets
+                   (PRIORITY:PART) the server's hold
     faster         factor on the speed of the online workload, bursts kept; its rate is after that
     """
 
@@ -71,6 +74,7 @@ class WorkloadSpec:
     wave: int | None = None
     refill: int | None = None
     faster: float = 1.0
+    tiers: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -360,7 +360,7 @@ class VirtualEngine:
             arrival.rid,
             arrival.input_ids,
             max_new_tokens=arrival.max_new_tokens,
-            priority=OFFLINE_PRIORITY if offline else 0,
+            priority=OFFLINE_PRIORITY if offline else arrival.priority,
             custom_params={PARAMS_KEY: params} if params else None,
             ignore_eos=False,
             stream=False,
