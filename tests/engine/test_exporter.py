@@ -257,3 +257,19 @@ def test_a_log_that_is_off_is_seen(export):
     engine.run_until_idle(max_iterations=300)
     assert value("log_switched_off", log="iteration") == 1
     assert value("log_switched_off", log="decision") == 0
+
+
+def test_tiers_are_counted_each(export):
+    tiers = [
+        {"name": "high", "priority": 10, "ttft_ms": 1e-3},
+        {"name": "low", "priority": 0, "ttft_ms": 1e6, "tpot_ms": 1e6},
+    ]
+    engine, value = export(policy="cosched", config={"tiers": tiers})
+    for i, priority in enumerate((10, 12, 0, -1)):
+        engine.submit(f"r{i}", prompt(i, 50), max_new_tokens=3, priority=priority)
+    engine.run_until_idle(max_iterations=500)
+    assert value("tier_slo_missed_total", tier="high", target="ttft") == 2
+    assert value("tier_slo_met_total", tier="low", target="all") == 1, "the offline one has no tier"
+    assert value("tier_requests", tier="low", state="running") == 0
+    state = engine.scheduler.cosched.state().tiers
+    assert [*state] == ["high", "low"] and state["high"].times_s["ttft"][1] == 2

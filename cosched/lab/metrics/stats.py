@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -118,6 +118,8 @@ def to_dict(value: Any) -> Any:
     equal runs on different CPUs give equal bytes."""
     if is_dataclass(value):
         return {f.name: to_dict(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, Mapping):
+        return {key: to_dict(each) for key, each in value.items()}
     return float(f"{value:.{_DIGITS}g}") if isinstance(value, float) else value
 
 
