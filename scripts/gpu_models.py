@@ -12,7 +12,7 @@ so that it preempts. `states` needs a GPU; tests/engine/test_states.py is for a 
 
 DIR gets the servers' logs and models.json. The last line is JSON; a reply that differs ends with 1.
 Options of SGLang come behind `--`, for all servers. On a GPU the servers need SGLang's compiled
-sgl_kernel.
+sgl_kernel, whose norms know no float32: SGLang computes them and activations in torch here.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import cosched.bootstrap  # isort: skip  # noqa: F401  # before anything of SGLa
 import argparse
 import asyncio
 import json
+import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -181,6 +182,8 @@ def main() -> int:
     if unknown:
         parser.error(f"unknown kind {', '.join(sorted(unknown))}: choose from {', '.join(KINDS)}")
     args.out.mkdir(parents=True, exist_ok=True)
+    if args.device == "cuda":
+        os.environ.setdefault("SGLANG_FORCE_FUSED_OP_BACKEND", "torch")
     rows: list[dict[str, Any]] = []
     for kind in args.kinds or KINDS:
         rows += asyncio.run(compare(kind, args))
