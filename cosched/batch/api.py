@@ -187,6 +187,7 @@ def _outlook_json(outlook: Outlook) -> dict[str, Any]:
         "state": outlook.state,
         "running": outlook.num_running,
         "finish_s": None if forecast is None else round(forecast.finish_s),
+        "most_s": None if forecast is None else round(forecast.most_s),
         "slack_s": None if forecast is None else round(forecast.slack_s),
         "is_late": forecast is not None and forecast.is_late,
         "miss_chance": None if forecast is None else round(forecast.miss_chance, 3),

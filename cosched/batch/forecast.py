@@ -27,6 +27,9 @@ _LEAST_SPREAD = 0.1
 _CORRELATED_S = 3600.0
 """For about how long the rate stays high or low: online traffic changes by the hour."""
 
+_SURE = 0.9
+"""Probability with which a batch ends by `Forecast.most_s`."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
@@ -201,7 +204,8 @@ class Load:
 class Forecast:
     """Of one batch; times from now on.
 
-    finish_s     until its last line is finished [s]
+    finish_s     until its last line is finished, at the mean rate [s]
+    most_s       by then it is finished with probability `_SURE` [s]
     slack_s      until its window ends after its work at its fair share [s]
     is_late      its slack is below the margin, so it goes before others of its tenant
     work_s       time of its remaining work at the whole rate [s]
@@ -209,6 +213,7 @@ class Forecast:
     """
 
     finish_s: float
+    most_s: float
     slack_s: float
     is_late: bool
     work_s: float
@@ -289,6 +294,7 @@ def forecasts(
     return {
         load.batch_id: Forecast(
             finish_s=finish[load.batch_id],
+            most_s=_most_s(finish[load.batch_id], rate.spread),
             slack_s=slack[load.batch_id],
             is_late=load.is_late,
             work_s=load.num_tokens / rate.tokens_per_s,
@@ -358,6 +364,18 @@ def _miss_chance(finish_s: float, due_s: float, spread: float) -> float:
     needed = finish_s / due_s  # relative to the mean rate: time is inverse to rate
     if not needed:
         return 0.0
-    over_window = spread * math.sqrt(min(1.0, _CORRELATED_S / due_s))
-    variance = math.log1p(over_window**2 + _LEAST_SPREAD**2)  # of the logarithm
-    return NormalDist(-variance / 2, math.sqrt(variance)).cdf(math.log(needed))
+    return _log_rate(due_s, spread).cdf(math.log(needed))
+
+
+def _most_s(finish_s: float, spread: float) -> float:
+    """The time by which a batch ends with probability `_SURE`."""
+    if not finish_s:
+        return 0.0
+    return finish_s / math.exp(_log_rate(finish_s, spread).inv_cdf(1 - _SURE))
+
+
+def _log_rate(window_s: float, spread: float) -> NormalDist:
+    """The logarithm of the mean rate over a window, relative to the mean of all windows."""
+    over_window = spread * math.sqrt(min(1.0, _CORRELATED_S / window_s))
+    variance = math.log1p(over_window**2 + _LEAST_SPREAD**2)
+    return NormalDist(-variance / 2, math.sqrt(variance))

@@ -65,8 +65,12 @@ def add_routes(
     ):
         answer = _with_errors(handler, service.log_failure)
         app.add_api_route(path, answer, methods=[method], name=handler.__name__)
-    metrics = protect(_with_errors(routes.metrics, service.log_failure))
-    app.add_api_route("/cosched/metrics", metrics, methods=["GET"])
+    for path, handler in (
+        ("/cosched/metrics", routes.metrics),
+        ("/cosched/batches", routes.list_all),
+    ):
+        answer = protect(_with_errors(handler, service.log_failure))
+        app.add_api_route(path, answer, methods=["GET"])
 
 
 def _with_errors(handler: Handler, log_failure: Callable[[StoreUnavailableError], None]) -> Handler:
@@ -215,10 +219,17 @@ class _Routes:
         return _json(batch_json(batch, outlooks.get(batch.id)))
 
     async def list_batches(self, request: Request) -> Response:
+        return await self._listed(request, self._owner(request))
+
+    async def list_all(self, request: Request) -> Response:
+        """Of all owners, for the operator."""
+        return await self._listed(request, None)
+
+    async def _listed(self, request: Request, owner: str | None) -> Response:
         query = request.query_params
         found, has_more = await asyncio.to_thread(
             self._store.page,
-            owner=self._owner(request),
+            owner=owner,
             after=query.get("after"),
             limit=limit_of(query.get("limit"), default=20, most=100),
         )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from functools import partial
 from statistics import fmean
@@ -21,6 +23,7 @@ from cosched.config import Config
 from cosched.core.view import OfflineLimits
 from cosched.engine.checks import scope_of
 from cosched.engine.front import own_request
+from cosched.engine.history import PERIOD_S, History
 from cosched.engine.middleware import App, Message, Receive, Scope, Send, add_page
 from cosched.engine.offline_gate import limits_to_message
 from cosched.policies import policy_entry
@@ -76,11 +79,28 @@ def add_routes(app: Any, config: Config) -> None:
         app.state.cosched_offline = limits
         return _json(await _state(config))
 
+    history = History()
+
+    async def show_history() -> Response:
+        return _json(history.to_dict())
+
+    async def record() -> None:
+        while True:
+            await asyncio.sleep(PERIOD_S)
+            try:
+                replicas = (await _state(config))["replicas"]
+                history.add(time.time(), [one for one in replicas if one])
+            except Exception:  # pictures are not worth more than a line in the log
+                logger.warning("no sample for the page", exc_info=True)
+
     protect = auth_level(AuthLevel.ADMIN_OPTIONAL)  # as SGLang's own routes for operators
     app.add_api_route("/cosched", protect(show), methods=["GET"])
+    app.add_api_route("/cosched/history", protect(show_history), methods=["GET"])
     app.add_api_route("/cosched/offline", protect(set_offline), methods=["POST"])
     app.add_middleware(_TurnAway)
     add_page(app)
+    if policy_entry(config.policy).make is not None:
+        _run_beside(app, record)
 
 
 def add_batches(app: Any, config: Config, api_key: str | None) -> None:
@@ -115,6 +135,22 @@ def add_batches(app: Any, config: Config, api_key: str | None) -> None:
                 yield state
 
     app.router.lifespan_context = with_feeder
+
+
+def _run_beside(app: Any, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run it for as long as the application lives."""
+    lifespan = app.router.lifespan_context
+
+    @asynccontextmanager
+    async def with_work(of: Any) -> AsyncIterator[Any]:
+        async with lifespan(of) as state:
+            task = asyncio.create_task(work())
+            try:
+                yield state
+            finally:
+                task.cancel()
+
+    app.router.lifespan_context = with_work
 
 
 def _keeps_offline_waiting(app: Any) -> bool:

@@ -499,9 +499,14 @@ def test_a_restart_keeps_the_estimate_and_a_rotated_key_its_batches(folder):
         assert len(api.outcome(done)) == 20
         assert [batch.id for batch in api.batches.list()] == [done.id]
         assert not Api(url, key="other").batches.list().data
+        shown = httpx.get(f"{url}/cosched/batches").json()["data"]
+        assert [batch["id"] for batch in shown] == [done.id], "the operator's: of all keys"
         stand_in.is_held = True
         batch = api.create(lines(40), window="1h")
-        assert 0 < batch.cosched["finish_s"] < 3600 and not batch.cosched["is_late"]
+        assert (
+            0 < batch.cosched["finish_s"] < batch.cosched["most_s"] < 3600
+            and not batch.cosched["is_late"]
+        )
         api.batches.cancel(batch.id)
         api.wait(batch)
 

@@ -269,3 +269,13 @@ def test_a_batch_is_late_when_its_last_replies_take_longer_than_its_window_leave
         [replace(load, end_s=lambda finish_s: finish_s + 800)], rate=RATE, margin_s=0.0
     )["b"]
     assert told.finish_s == 1100 and told.slack_s == -100 and told.is_late
+
+
+def test_a_batch_ends_with_probability_nine_tenths_by_the_time_that_is_told():
+    for spread in (0.05, 0.5, 3.0):
+        rate = Rate(tokens_per_s=10.0, spread=spread, tokens_per_byte=1.0)
+        load = Load(batch_id="a", tenant=("", ""), due_s=1e6, num_tokens=1000.0)
+        found = forecasts([load], rate=rate, margin_s=0.0)["a"]
+        assert found.finish_s == 100 < found.most_s
+        due = forecasts([replace(load, due_s=found.most_s)], rate=rate, margin_s=0.0)["a"]
+        assert due.miss_chance == pytest.approx(0.1, abs=0.01)

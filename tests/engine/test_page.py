@@ -13,6 +13,7 @@ import pytest
 import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.batch.jsonl.lines import URLS
 from cosched.core.plan import SkipReason
+from cosched.engine.history import History
 from cosched.engine.state import ReplicaState
 from cosched.memory.occupancy import KvOccupancy
 from cosched.pool.prefix_pool import PoolStats
@@ -38,6 +39,7 @@ class Node {
 globalThis.document = {
   hidden: false, activeElement: null,
   getElementById: (id) => made[id] ||= new Node(id), createElement: (name) => new Node(name),
+  createElementNS: (_, name) => new Node(name),
 };
 globalThis.sessionStorage = { getItem: () => "secret", setItem() {} };
 const later = [];
@@ -56,7 +58,8 @@ def numbers_of(struct, **more):
     return dict.fromkeys(struct.__struct_fields__, 1) | more
 
 
-def state():
+def state(at_s=0):
+    """Of a replica after some time."""
     pool = {"num_requests": 7, "num_tokens": 700, "oldest_age_s": 61.0, "sharing_ratio": 0.5}
     assert pool.keys() <= PoolStats.__dataclass_fields__.keys()
     return numbers_of(
@@ -76,6 +79,9 @@ def state():
         num_cancelled_offline=5,
         num_waiting_online=0,
         num_waiting_offline=20,
+        online_output_tokens=at_s * 50,
+        device_s={"online": {"team": at_s / 2}, "offline": {"team": at_s / 4, "": at_s / 8}},
+        tiers={},
         skipped={"latency_budget": 12},
         offline_limits={"paused": True, "max_running": 8, "stop_running": False},
         pool=pool,
@@ -189,6 +195,25 @@ def test_lines_in_the_store_are_among_what_waits():
     )
     assert "batch lines in the store|2,748" in seen["texts"]["waits"]
     assert seen["hidden"]["no-waits"]
+
+
+def hour(num=20):
+    """What a server with two replicas has to show of its last minutes."""
+    history = History()
+    for at_s in range(0, 10 * num, 10):
+        history.add(at_s, [state(at_s), state(at_s)])
+    return history.to_dict()
+
+
+def test_the_last_hour_is_drawn():
+    server = {"policy": "hygen", "slo": {"ttft_ms": 1000, "tpot_ms": 50}, "shutting_down": False}
+    seen = run({"cosched": server | {"replicas": [state()]}, "cosched/history": hour()})
+    charts = seen["texts"]["charts"]
+    assert not seen["hidden"]["hour"]
+    assert "Mean TTFT" in charts and "target 1.00 s" in charts and "target 50.0 ms" in charts
+    assert "Output tokens per second" in charts and "online 100" in charts
+    assert "team 150.0 %" in charts and "no key 25.0 %" in charts, "of two devices"
+    assert "NaN" not in charts and "undefined" not in charts
 
 
 def numbers_of_idle():

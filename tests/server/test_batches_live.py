@@ -163,7 +163,13 @@ OF_CLIENTS = (
     ("GET", "/v1/batches/batch_1"),
     ("POST", "/v1/batches/batch_1/cancel"),
 )
-OF_OPERATORS = (("GET", "/cosched"), ("POST", "/cosched/offline"), ("GET", "/cosched/metrics"))
+OF_OPERATORS = (
+    ("GET", "/cosched"),
+    ("GET", "/cosched/batches"),
+    ("GET", "/cosched/history"),
+    ("GET", "/cosched/metrics"),
+    ("POST", "/cosched/offline"),
+)
 
 
 def test_each_route_is_behind_its_key(server):
