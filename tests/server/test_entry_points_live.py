@@ -7,8 +7,8 @@ processes that it spawns.
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
-from pathlib import Path
 
 import httpx
 import pytest
@@ -18,7 +18,6 @@ from tests.serving import start_server
 
 pytestmark = pytest.mark.server
 
-CPU_FLAGS = ("--device", "cpu", "--attention-backend", "torch_native", "--sleep-on-idle")
 CHAT = {"max_tokens": 2, "messages": [{"role": "user", "content": "Hello!"}]}
 
 
@@ -37,10 +36,15 @@ def test_the_cosched_script_without_the_pth_file(server):
 
 def test_sglangs_own_commands_with_the_plugin(tiny_model, forks, tmp_path):
     env = {ENV_VAR: '{"policy": "sarathi"}', "SGLANG_PLUGINS": "cosched"}
-    command = [str(Path(sys.executable).with_name("sglang")), "serve"]
-    with start_server(tiny_model, *CPU_FLAGS, command=command, env=env) as server:
+    with start_server(tiny_model, module="tests.plain_sglang", env=env, forks=forks) as server:
         check_answers(server)
         check_bench_serving(server, forks, tmp_path)
+
+
+def test_the_pth_file_prepares_every_process():
+    """Also those that SGLang's own commands start: they import SGLang before any plugin."""
+    code = "import sglang, sys; assert 'cosched.bootstrap' in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def check_bench_serving(server, forks, folder):
