@@ -38,8 +38,6 @@ KITS = {
 
 QUICK = (
     "BasicAPIContractMixin",
-    "BasicDecodeCorrectnessMixin",
-    "BasicSchedulerStressMixin",
     "MatchedStopMixin",
     "PauseResumeInPlaceMixin",
     "RegexConstrainedMixin",

@@ -27,6 +27,8 @@ An option with a list is varied: the scenario is run with each value.
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 import tomllib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -281,13 +283,18 @@ def _spec(
         for role in ("online", "offline"):
             if options.get(role) in suite.generated:
                 options[role] = suite.generated[str(options[role])]
-    run = parse(RunOptions, as_arguments(options))
+    run = copy.deepcopy(_parsed(*as_arguments(options)))
     run.policy.cosched_config = json.dumps(setting.config)
     run.length.data_dir = data_dir
     spec = run_spec_of(run, setting_of(setting.policy or setting_name))
     if given.cheap:
         spec = replace(spec, data_dir=None, cost=replace(spec.cost, name="roofline"))
     return replace(spec, jct=given.jct)
+
+
+@functools.cache  # many settings have the options of their scenario, and parsing takes 0.1 s
+def _parsed(*words: str) -> RunOptions:
+    return parse(RunOptions, words)
 
 
 def as_arguments(options: Mapping[str, Option | list[Option]]) -> list[str]:

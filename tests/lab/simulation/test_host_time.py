@@ -52,9 +52,9 @@ def test_the_device_is_idle_for_what_it_does_not_hide_of_the_host_time(costs, na
 @pytest.mark.parametrize("name", ["s1", "hygen"])
 def test_a_slower_host_never_ends_a_job_earlier(name, tmp_path):
     spec = make_spec(
-        name, online=None, offline=lengths(tmp_path / "job.csv", [100] * 40), duration_s=60.0
+        name, online=None, offline=lengths(tmp_path / "job.csv", [60] * 24), duration_s=60.0
     )
-    ends_s = [execute(replace(spec, host_time=text)).end_s for text in ("0.01", "1", "8", "100")]
+    ends_s = [execute(replace(spec, host_time=text)).end_s for text in ("0.01", "8", "100")]
     assert ends_s == sorted(ends_s) and ends_s[-1] > 1.5 * ends_s[0]
 
 

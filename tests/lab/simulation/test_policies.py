@@ -213,8 +213,11 @@ def test_long_prompts_are_not_computed_again_where_memory_is_short(tmp_path, nam
     assert online.num_preemptions <= online.num_requests
 
 
-@pytest.mark.parametrize("mode", ["histogram", "oracle"])
-@pytest.mark.parametrize("name", [name for name in POLICIES if name.startswith("eco-")])
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [(name, "oracle") for name in POLICIES if name.startswith("eco-")]
+    + [("eco-synccoupled", "histogram"), ("eco-srtf", "histogram")],
+)
 def test_coupled_schedulers_serve_far_more_at_once_than_fits(tmp_path, name, mode):
     """1,216 tokens of memory, 30 to 500 for each request."""
     rng = random.Random(0)

@@ -211,9 +211,10 @@ def test_an_estimate_says_when_the_file_is_finished_and_how_often_it_is_not(tmp_
     assert told["starts"][0]["start_s"] == 0 < told["starts"][1]["start_s"]
     assert told["miss_chance"] == 0 and 0 < told["earliest_finish_s"] <= told["latest_finish_s"]
     # One line at a time takes longer, and a window that is too short ends first.
-    slow = ask(path, "--concurrency", "1")
+    alone = ("--concurrency", "1", "--starts", "1")
+    slow = ask(path, *alone)
     assert slow["earliest_finish_s"] > told["latest_finish_s"]
-    missed = ask(write(tmp_path / "long.jsonl", 60, max_tokens=900), "--concurrency", "1")
+    missed = ask(write(tmp_path / "long.jsonl", 60, max_tokens=900), *alone)
     assert missed["miss_chance"] == 1 and missed["latest_finish_s"] is None
     assert 0 < missed["starts"][0]["finished"] < 60
 

@@ -100,13 +100,13 @@ def test_requests_that_come_during_an_iteration_are_looked_for_before_it_ends(na
     """Planned ahead, a request waits for the iteration that is under way and for the next."""
 
     def waits_of(**config):
-        chat = WorkloadSpec(name="alpaca", rate=2.0)
-        spec = make_spec(name, duration_s=20.0, online=chat, offline=documents(600))
+        chat = WorkloadSpec(name="alpaca", rate=3.0)
+        spec = make_spec(name, duration_s=9.0, online=chat, offline=documents(300))
         result = execute(replace(spec, config=tuple(config.items())))
         rows = result.iterations
         starts = rows.column("start_s")
-        later = [r for r in online(result) if r.arrival_s > 5.0 and r.admitted_s is not None]
-        assert len(later) > 20
+        later = [r for r in online(result) if r.arrival_s > 2.0 and r.admitted_s is not None]
+        assert len(later) > 12
         return [sum(r.arrival_s < s <= r.admitted_s for s in starts) for r in later], rows
 
     late, rows = waits_of()
