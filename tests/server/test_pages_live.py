@@ -38,8 +38,6 @@ EXCEPTED = {
     """COSCHED_CONFIG='{"policy": "cosched"}' sglang serve --model-path MODEL""": (
         "test_entry_points_live.py runs it"
     ),
-    "pip install sglang-router": "its requirements are other packages than ours",
-    "python -m sglang_router.launch_router": "needs two hosts; scripts/kill_replica runs it",
 }
 
 # What takes minutes, or asks port 30000 by default: the text that is replaced, and by what.
