@@ -10,7 +10,7 @@ pytestmark = pytest.mark.server
 
 def test_sglangs_own_tests_pass(tiny_model, forks):
     with start_server(tiny_model, *FLAGS, forks=forks) as server:
-        found = outcomes(server, QUICK)
+        found = outcomes(server, QUICK, without=NEEDS_A_MODEL)
     failed = {name: why for name, why in found.items() if why != "passed"}
-    assert not failed.keys() - NEEDS_A_MODEL - BY_DESIGN.keys(), failed
-    assert len(found) - len(failed) > 18
+    assert not failed.keys() - BY_DESIGN.keys(), failed
+    assert len(found) - len(failed) > 14
