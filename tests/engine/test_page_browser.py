@@ -13,7 +13,7 @@ from cosched.engine.middleware import add_page
 from tests.batch.api import Api, line, serving, until
 from tests.batch.stand_in import StandIn
 from tests.browser import browsing, find_browser
-from tests.engine.test_page import state
+from tests.engine.test_page import hour, state
 
 KEY = "a-key"
 SCREENS = [(1200, 800), (970, 800), (700, 900), (390, 844)]
@@ -39,7 +39,11 @@ def api(tmp_path_factory):
         slo = {"ttft_ms": 1000, "tpot_ms": 50}
         return {"policy": "hygen", "slo": slo, "shutting_down": False, "replicas": [state()]}
 
+    async def show_hour():
+        return hour()
+
     stand_in.app.add_api_route("/cosched", show)
+    stand_in.app.add_api_route("/cosched/history", show_hour)
     add_page(stand_in.app)
     with serving(stand_in) as url:
         api = Api(url, key=KEY)
@@ -99,6 +103,8 @@ def test_all_can_be_seen_without_scrolling_to_the_side(shown, width, height, is_
     )
     assert browser.value("document.documentElement.scrollWidth") == width
     assert browser.value("(w => w.scrollWidth <= w.clientWidth)(document.querySelector('.wide'))")
+    browser.wait_for("document.querySelectorAll('#charts figure').length == 6")
+    assert browser.value("document.querySelector('#charts path').getBBox().width") > 0
     outside = f"e => e.getBoundingClientRect().right > {width}"
     assert not browser.value(
         f"[...document.querySelectorAll('main *')].filter({outside}).map(e => e.outerHTML)"
