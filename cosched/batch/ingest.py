@@ -42,6 +42,9 @@ class _Prompt(msgspec.Struct):
     messages: msgspec.Raw = msgspec.Raw()
     prompt: msgspec.Raw = msgspec.Raw()
     input: msgspec.Raw = msgspec.Raw()
+    query: msgspec.Raw = msgspec.Raw()
+    items: msgspec.Raw = msgspec.Raw()
+    documents: msgspec.Raw = msgspec.Raw()
 
 
 def prefix_key(body: bytes) -> bytes:
@@ -122,15 +125,15 @@ class LineRules:
     scope: Scope = ANY_MODEL
 
     def parse(self, raw: RawLine, *, scope: Scope | None = None) -> RequestLine | BadLine:
-        """As `run_batch`, and with the model. Without a `scope` the bounds of fields are not
-        checked: a line beyond them fails alone, in `read`, and not with its batch."""
+        """As `run_batch`, and with the model. Without a `scope` the bounds of fields and the model
+        are not checked: a line with such a fault fails alone, in `read`, not with its batch."""
         line = parse_line(
             raw,
             max_line_bytes=self.config.max_line_bytes,
             limit_name="batches.max_line_bytes",
             scope=scope,
         )
-        if isinstance(line, BadLine) or self.models is None:
+        if isinstance(line, BadLine) or self.models is None or scope is None:
             return line
         fault = self.models.fault(line.body)
         if fault is None:

@@ -428,20 +428,24 @@ def test_a_pause_leaves_no_forecast_and_does_not_lower_the_measured_rate(api, st
     api.batches.cancel(batch.id)
 
 
-def test_lines_that_name_a_model_that_is_not_served_are_wrong(api, stand_in):
+def test_a_line_that_names_a_model_that_is_not_served_fails_alone(api, stand_in):
     stand_in.names, stand_in.adapters = ["org/m", "s3://a/b"], ["ada", "bob"]
     names = ["org/m", "default", "ada", "org/m:ada", "default:bob", "s3://a/b", "s3://a/b:ada"]
     good = [with_body(f"g{number}", model=name) for number, name in enumerate(names)]
     wrong = ["gpt-4o", "org/m:eve", "ada:org/m", "org"]
     done = api.wait(api.create([with_body(name, model=name) for name in wrong] + good))
-    assert done.status == "failed"
-    found = [(one.line, one.code, one.param) for one in done.errors.data]
-    assert found == [(number, "model_not_found", "body.model") for number in (1, 2, 3, 4)]
-    assert "'gpt-4o' is not served here; served: ada, bob, org/m, s3://a/b" in (
-        done.errors.data[0].message
+    assert (done.status, done.request_counts.completed) == ("completed", len(good))
+    failed = api.records(done.error_file_id)
+    assert [(one["line"], one["custom_id"]) for one in failed] == list(enumerate(wrong, 1))
+    assert {(one["error"]["code"], one["error"]["param"]) for one in failed} == {
+        ("model_not_found", "body.model")
+    }
+    assert (
+        "'gpt-4o' is not served here; served: ada, bob, org/m, s3://a/b"
+        in (failed[0]["error"]["message"])
     )
-    done = api.wait(api.create([*good, line("none named")]))
-    assert (done.status, done.request_counts.completed) == ("completed", 8)
+    done = api.wait(api.create([line("none named")]))
+    assert (done.status, done.request_counts.completed) == ("completed", 1)
     # SGLang answers a bare adapter name with the base model.
     asked = [name for name in stand_in.models_asked if name]
     assert sorted(asked) == sorted("org/m:ada" if name == "ada" else name for name in names)

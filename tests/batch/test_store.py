@@ -71,6 +71,7 @@ def batch_of(**changes):
         "output_tokens": 0,
         "cached_tokens": 0,
         "reasoning_tokens": 0,
+        "device_s": 0.0,
         "output_file_id": None,
         "error_file_id": None,
     }

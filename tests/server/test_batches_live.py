@@ -18,6 +18,7 @@ from tests.serving import start_server
 KEY, ADMIN_KEY = "secret", "operator"
 CHAT = "/v1/chat/completions"
 RESPONSES = "/v1/responses"
+SCORE = "/v1/score"
 
 
 @pytest.fixture(scope="module")
@@ -148,8 +149,28 @@ def test_a_pause_by_the_operator_is_the_forecast_and_cancelled_lines_are_not_fai
 def test_a_wrong_model_fails_its_line(api):
     lines = [chat("good", model="demo"), chat("bad", model="gpt-4o"), chat("also good")]
     done = api.wait(api.create(lines, endpoint=CHAT))
-    assert done.status == "failed"
-    assert [(one.line, one.code) for one in done.errors.data] == [(2, "model_not_found")]
+    assert (done.status, done.request_counts.completed) == ("completed", 2)
+    [failed] = api.records(done.error_file_id)
+    assert (failed["line"], failed["error"]["code"]) == (2, "model_not_found")
+
+
+def test_scores_are_answered(api, server):
+    before = state_of(server)["online_prefill_tokens"]
+    lines = [
+        line(f"c{n}", SCORE, query="hello ", items=["one", "two"][: n + 1], label_token_ids=[5, 9])
+        for n in range(2)
+    ]
+    lines.append(line("far", SCORE, query="a", items=["b"], label_token_ids=[2**30]))
+    done = api.wait(api.create(lines, endpoint=SCORE, window="6h"))
+    records = api.records(done.output_file_id)
+    scores = {r["custom_id"]: r["response"]["body"]["scores"] for r in records}
+    assert {name: [len(row) for row in rows] for name, rows in scores.items()} == {
+        "c0": [2],
+        "c1": [2, 2],
+    }
+    [failed] = api.records(done.error_file_id)
+    assert failed["response"]["status_code"] == 400 and failed["error"]["message"]
+    assert done.usage.input_tokens and state_of(server)["online_prefill_tokens"] == before
 
 
 OF_CLIENTS = (

@@ -260,3 +260,11 @@ def test_an_embedding_model_serves_both_classes_and_batches_beside_sglangs_key(
         records = api.records(done.output_file_id)
         found = {record["custom_id"]: record["response"]["body"]["data"] for record in records}
         assert len(found["two"]) == 2 and len(found["c0"][0]["embedding"]) > 1
+        url = "/v1/rerank"
+        texts = {"query": "which one?", "documents": ["the first", "the second"]}
+        lines = [line("ranked", url, **texts), line("named", url, model="gpt-4o", **texts)]
+        done = api.wait(api.create(lines, endpoint=url, window="6h"))
+        [record], [failed] = map(api.records, (done.output_file_id, done.error_file_id))
+        ranked = record["response"]["body"]
+        assert sorted(one["document"] for one in ranked) == sorted(texts["documents"])
+        assert done.usage.input_tokens and failed["error"]["code"] == "model_not_found"

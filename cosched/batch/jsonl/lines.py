@@ -16,8 +16,13 @@ from cosched.limits.bounds import ANY_MODEL, Scope
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 EMBEDDINGS = "/v1/embeddings"
+RERANK = "/v1/rerank"
 RESPONSES = "/v1/responses"
-URLS = (CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES)
+SCORE = "/v1/score"
+URLS = (CHAT, COMPLETIONS, EMBEDDINGS, RERANK, RESPONSES, SCORE)
+_TIERED = (CHAT, COMPLETIONS, RESPONSES)
+"""Those with a field `service_tier`."""
+
 INVALID_VALUE = "invalid_value"
 """Code of a line with a field beyond its bound."""
 
@@ -167,7 +172,7 @@ def _offline_body(url: str, body: dict[str, Any]) -> bytes:
     priority = body.get("priority")
     if isinstance(priority, int) and not isinstance(priority, bool) and priority >= 0:
         del body["priority"]
-    if url != EMBEDDINGS:
+    if url in _TIERED:
         body["service_tier"] = "flex"
     return msgspec.json.encode(body)
 

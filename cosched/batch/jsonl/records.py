@@ -103,7 +103,7 @@ def judge(response: httpx.Response) -> Answer | Failure | TryAgain:
         message = 'the server aborted the request (finish_reason "abort", or status "failed")'
         failure = _with_body(response, body, code="aborted", message=message)
         return TryAgain(reason=message, failure=failure)
-    usage = body.get("usage") if isinstance(body, dict) else None
+    usage = body.get("usage") if isinstance(body, dict) else _usage_of_list(body)
     return Answer(
         status=status,
         request_id=_request_id(response, body),
@@ -113,6 +113,12 @@ def judge(response: httpx.Response) -> Answer | Failure | TryAgain:
             for name, places in _USAGE.items()
         },
     )
+
+
+def _usage_of_list(body: Any) -> dict[str, int]:
+    """Of /v1/rerank, which counts the tokens of each document."""
+    parts = body if isinstance(body, list) else []
+    return {"prompt_tokens": sum(_count(one, ("meta_info", "prompt_tokens")) or 0 for one in parts)}
 
 
 def _is_aborted(body: Any) -> bool:

@@ -92,7 +92,7 @@ def test_what_is_sent_is_offline(url):
     line = parse(entry(url=url, body={"prompt": "ü", "stream": False, "service_tier": "default"}))
     assert isinstance(line, RequestLine)
     body = json.loads(line.body)
-    tier = "default" if url == "/v1/embeddings" else "flex"
+    tier = "default" if url in ("/v1/embeddings", "/v1/rerank", "/v1/score") else "flex"
     assert body == {"prompt": "ü", "stream": False, "service_tier": tier}
 
 
@@ -185,6 +185,7 @@ def test_any_object_is_either_sent_whole_or_refused_with_a_reason(line):
         ("/v1/completions", {"logit_bias": {"-1": 1}}, "body.logit_bias"),
         ("/v1/completions", {"seed": 2**64}, "body.seed"),
         ("/v1/embeddings", {"priority": -(2**64)}, "body.priority"),
+        ("/v1/score", {"temperature": 1e9}, "body.temperature"),
         ("/v1/responses", {"max_output_tokens": 2**40}, "body.max_output_tokens"),
     ],
 )
