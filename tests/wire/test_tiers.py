@@ -4,10 +4,13 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.testclient import TestClient
 
 from cosched.config import parse_config
 from cosched.core.tiers import Tier, allowed_tier, tier_rank
-from cosched.engine.front import Front
+from cosched.engine.front import Front, ReplyMiddleware
 from cosched.errors import ConfigError, RequestError
 
 TIERS = [
@@ -99,3 +102,17 @@ def test_wrong_tiers(tier, named):
 def test_claims_name_configured_tiers():
     with pytest.raises(ConfigError, match="unknown tier 'fast'"):
         config(claims={"keys": {"a": {"tiers": ["fast"]}}})
+
+
+def test_the_reply_names_the_granted_tier():
+    async def app(scope, receive, send):
+        request = Request(scope)
+        FRONT.read(request, {"service_tier": "priority"}, route="/v1/completions")
+        FRONT.apply(SimpleNamespace(priority=None, sampling_params={}), request)
+        await JSONResponse({"id": "a"})(scope, receive, send)
+
+    client = TestClient(ReplyMiddleware(app, front=lambda: FRONT))
+    replies = [
+        client.get("/", headers={"authorization": f"Bearer {key}"}) for key in ("x", "plain")
+    ]
+    assert [one.json()["service_tier"] for one in replies] == ["priority", "default"]
