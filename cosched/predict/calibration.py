@@ -56,8 +56,7 @@ class Calibrator(Predictor):
 
     shape   The predictor it was given, or one fitted to the newest iterations of each kind
             (`_cell`) of the phase. Until `LEAST_OBSERVATIONS` of them the phase is cold:
-            `cold_start_s`, slower by the second largest ratio of the last cold iterations, never
-            faster.
+            `cold_start_s`, slower by the median ratio of the last cold iterations, never faster.
     scale   Median ratio of measured time to shape over the last `SCALE_WINDOW` iterations. If it is
             off by more than `REFIT_ERROR`, the machine has changed, and the shape is fitted again.
     growth  Beyond the largest iteration known (`_known`) time is assumed to grow in proportion to
@@ -233,8 +232,10 @@ class _Phase:
         if self.shape is None:
             self._cold_ratios.append(observed.seconds / cold_start_s(observed.totals))
             ratios = sorted(self._cold_ratios)
-            # Two of them do not show which one was disturbed: the slower.
-            self.cold_scale = max(1.0, ratios[-2] if len(ratios) > 2 else ratios[-1])
+            # On a GPU the first iterations of a kind compile kernels, for seconds.
+            # Two do not show which one was disturbed: the slower.
+            middle = (len(ratios) - 1) // 2 if len(ratios) > 2 else -1
+            self.cold_scale = max(1.0, ratios[middle])
 
     def is_due(self, *, is_off: bool) -> bool:
         """Whether to fit. is_off: the scale is."""

@@ -58,6 +58,16 @@ class TestCold:
         calibrator.observe(batch, slow_s)
         assert calibrator.predict_s(BatchTotals.of(batch)) >= slow_s
 
+    def test_kernels_that_compile_in_the_first_iterations_are_not_the_machine(self):
+        """Seconds in some of the first iterations of a phase, as Triton's kernels take on a GPU."""
+        calibrator = Calibrator()
+        batch = BatchShape(prefills=[Prefill(64, 0)])
+        totals = BatchTotals.of(batch)
+        for compiles in [True, False, True, False, False, True, False, False, True] + 40 * [False]:
+            calibrator.observe(batch, 2.0 if compiles else TRUTH.iteration_s(batch))
+            if calibrator.num_observed > 4:
+                assert calibrator.estimate_s(totals) <= cold_start_s(totals)
+
     @pytest.mark.parametrize("seed", range(3))
     def test_what_is_larger_than_anything_seen_is_not_promised(self, seed):
         calibrator = Calibrator()
