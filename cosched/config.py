@@ -266,6 +266,19 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 names[key] = claims.name or key.removeprefix("sha256:")[:8]
         return names
 
+    def most_running_offline(self) -> dict[str, int]:
+        """Name of an API key's owner -> most of its offline requests that run at a time."""
+        names = self.key_names()
+        limits = [
+            (names.get(key, ""), claims.max_running_offline)
+            for key, claims in self.claims.keys.items()
+        ]
+        found: dict[str, int] = {}
+        for name, most in limits:
+            if most is not None:
+                found[name] = min(most, found.get(name, most))
+        return found
+
     def named_kv(self) -> KvConfig:
         """`kv` with its order of eviction named: the policy's own unless another is given."""
         order = self.kv.eviction or policy_entry(self.policy).eviction

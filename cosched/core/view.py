@@ -263,6 +263,11 @@ class OfflineOrder(Protocol):
         """It is admitted, and no candidate any more."""
         ...
 
+    def ask_next(self) -> bool:
+        """No candidate fits: the next candidates are those of another tenant. False: there is none
+        that may go before this one."""
+        ...
+
 
 class Ended(NamedTuple):
     """A request that has ended. num_tokens: of its output."""

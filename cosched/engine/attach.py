@@ -45,6 +45,7 @@ from cosched.memory.recompute import RecomputeBudget
 from cosched.policies import PolicyEntry, policy_entry
 from cosched.pool.pool import ArrivalQueue, OfflinePool
 from cosched.pool.prefix_pool import PrefixPool
+from cosched.pool.tenants import TenantPool
 from cosched.predict.account import Account
 from cosched.predict.calibration import Calibrator
 from cosched.predict.fitted import GraphSizes
@@ -142,10 +143,16 @@ def _controller(
     lengths = Lengths(config.named_length(), guard)
     pool: OfflinePool[TrackedRequest] = ArrivalQueue()
     if entry.pool is not None and is_source:
-        pool = PrefixPool(
-            config.pool or entry.pool,
-            num_cached=cached,
-            num_left=lambda request: lengths.remaining(request).median,
+        pool_config = config.pool or entry.pool
+        pool = TenantPool(
+            make_pool=lambda: PrefixPool(
+                pool_config,
+                num_cached=cached,
+                num_left=lambda request: lengths.remaining(request).median,
+            ),
+            lag_s=pool_config.tenant_lag_s,
+            weights=config.batches.tenant_weights,
+            most_running=config.most_running_offline(),
         )
     arrivals = Arrivals(observer)
     last_moment = None

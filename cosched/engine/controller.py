@@ -50,7 +50,7 @@ from cosched.engine.view_of import SchedulerView
 from cosched.engine.waiting import WaitingQueue
 from cosched.memory.eviction import Eviction
 from cosched.memory.recompute import RecomputeBudget
-from cosched.pool.prefix_pool import PrefixPool
+from cosched.pool.tenants import TenantPool
 from cosched.predict.calibration import Calibrator, error_factor
 from cosched.schedule.base import Policy
 
@@ -271,7 +271,7 @@ class Controller:
         if made is not None:
             plan, self._state = made
         else:
-            if self.guard.has_given_up and isinstance(self.waiting.offline, PrefixPool):
+            if self.guard.has_given_up and isinstance(self.waiting.offline, TenantPool):
                 self.waiting.use_arrival_order()
             plan = self.guard.safe_plan(view)
             self.counters.num_safe_plans += 1

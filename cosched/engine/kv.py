@@ -29,8 +29,8 @@ from cosched.memory.reuse import ReuseModel, block_hashes
 from cosched.memory.tree import KvTree
 from cosched.memory.value import KvValue, RecomputeCosts
 from cosched.pool.pool import OfflinePool
-from cosched.pool.prefix_pool import PrefixPool
 from cosched.pool.radix import Shared, pack
+from cosched.pool.tenants import TenantPool
 
 _LEARN_PERIOD_S = 1.0  # between two samples of the demand and of the turnover
 _TURNOVER_SHARE = 0.1  # of the newest sample in the moving average of evicted tokens
@@ -174,7 +174,7 @@ class KvManager:
 
     def waits(self, tracked: TrackedRequest, *, by: int) -> None:
         """An offline request waits (1), or waits no longer (-1)."""
-        if isinstance(self._pool(), PrefixPool):
+        if isinstance(self._pool(), TenantPool):
             ids = port.token_ids(tracked.req)
             if self._is_known(tracked, ids):
                 namespace, packed = self._place(tracked, ids)
@@ -192,7 +192,7 @@ class KvManager:
 
     def _future(self, packed: bytes, namespace: Hashable) -> Sequence[Shared]:
         pool = self._pool()
-        if not isinstance(pool, PrefixPool):
+        if not isinstance(pool, TenantPool):
             return ()
         assert isinstance(namespace, tuple)
         prefix_key, tokens = tokens_at(namespace, packed)

@@ -15,7 +15,8 @@ from cosched.engine import port
 from cosched.engine.isolated import IsolatedState
 from cosched.engine.tracked import TrackedRequest
 from cosched.memory.occupancy import KvOccupancy
-from cosched.pool.prefix_pool import PoolStats, PrefixPool
+from cosched.pool.prefix_pool import PoolStats
+from cosched.pool.tenants import TenantPool
 
 if TYPE_CHECKING:
     from cosched.engine.controller import Controller
@@ -246,7 +247,7 @@ def state_of(controller: Controller) -> ReplicaState:
         if len(controller.waiting.online) + len(pool)
         else {},
         offline_limits=controller.waiting.offline_limits,
-        pool=pool.stats() if isinstance(pool, PrefixPool) else None,
+        pool=pool.stats() if isinstance(pool, TenantPool) else None,
         kv=None if controller.kv is None else controller.kv.occupancy(),
         alone=None if controller.isolated is None else controller.isolated.state(),
         tiers=_tiers(controller, running),

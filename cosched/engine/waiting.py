@@ -92,7 +92,7 @@ class WaitingQueue:
             first_s, last_s = tracked.first_token_s, tracked.last_token_s
             seconds = 0.0 if first_s is None or last_s is None else last_s - first_s
             with self._pool() as pool:
-                pool.ended(num_tokens_of(tracked), seconds)
+                pool.ended(num_tokens_of(tracked), seconds, tracked.rid)
 
     @property
     def may_admit(self) -> bool:

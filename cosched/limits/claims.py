@@ -74,6 +74,8 @@ class KeyClaims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     ceilings       of their targets, if below the server's
     max_online     most online sequences in flight at a time; one more gets 429
     max_offline    most offline sequences in flight, waiting or running; one more gets 429
+    max_running_offline  most offline requests of its owner that run at a time, lines of batches
+                   included; others wait
     """
 
     name: str | None = None
@@ -83,9 +85,10 @@ class KeyClaims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     ceilings: TargetLimits = TargetLimits()
     max_online: int | None = None
     max_offline: int | None = None
+    max_running_offline: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_online", "max_offline"):
+        for name in ("max_online", "max_offline", "max_running_offline"):
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ValueError(f"{name} must be at least 0, not {value}")

@@ -74,6 +74,9 @@ class PoolOrder(Iterator[P]):
         self._yielded.add(request.rid)
         self._last = self._pool.places[request.rid]
 
+    def ask_next(self) -> bool:
+        return False
+
     def candidates(self, per_bucket: int) -> list[list[P]]:
         """Of each bucket the first `per_bucket` in its depth-first order that are neither yielded,
         taken nor left out; the bucket next in rotation comes first. One that is urgent or due is

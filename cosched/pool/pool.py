@@ -38,7 +38,7 @@ class OfflinePool(Protocol[R]):
     promote  the KV of a request that is not in the pool is, or will soon be, cached
     advance  says what time it is, before planning
     ended    an admitted request has ended with `num_tokens`, its prompt's among them, `seconds`
-             after its first token
+             after its first token; `rid` is only asked where tenants are told apart
     order    one pass over it, best first; valid until the next `add` or `remove`. O(1)
     """
 
@@ -52,7 +52,7 @@ class OfflinePool(Protocol[R]):
 
     def advance(self, now_s: float) -> None: ...
 
-    def ended(self, num_tokens: int, seconds: float) -> None: ...
+    def ended(self, num_tokens: int, seconds: float, rid: str = "") -> None: ...
 
     def get(self, rid: str) -> R | None: ...
 
@@ -98,7 +98,7 @@ class ArrivalQueue(Generic[R]):
     def advance(self, now_s: float) -> None:
         """The order of arrival does not depend on the time."""
 
-    def ended(self, num_tokens: int, seconds: float) -> None:
+    def ended(self, num_tokens: int, seconds: float, rid: str = "") -> None:
         """The order of arrival does not depend on how fast requests are served."""
 
     def at(self, index: int) -> R:
@@ -147,3 +147,6 @@ class ArrivalOrder(Iterator[R]):
 
     def take(self, request: Request) -> None:
         self._ahead = [ahead for ahead in self._ahead if ahead is not request]
+
+    def ask_next(self) -> bool:
+        return False

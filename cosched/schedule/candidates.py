@@ -98,11 +98,11 @@ class _Search:
         self._known[request.rid] = None
 
     def fitting(self, seconds: float) -> list[Candidate]:
-        """Those that may be admitted; seconds: of the iteration without them."""
+        """Those that may be admitted, of one tenant; seconds: of the iteration without them."""
         fitting: list[Candidate] = []
         known = self._known
         goes_on = True
-        while goes_on and not fitting:
+        while not fitting and (goes_on or self._order.ask_next()):
             goes_on = False
             for bucket, requests in enumerate(self._order.candidates(CANDIDATES_PER_BUCKET)):
                 for request in requests:
