@@ -63,7 +63,8 @@ class BatchesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     low_watermark   lines left at which more are taken from the store, a page at a time
     late_margin_s   a batch is late if its expected end leaves less than this of its window: it goes
                     before others [s]; not above pool.deadline_margin_s
-    tenant_weights  `metadata.tenant` -> its share; other tenants have 1
+    tenant_weights  `metadata.tenant`, KEY/TENANT or the name of an API key's owner -> its share of
+                    offline device time (docs/offline_pool.md); others have 1
     quota           limits per tenant
     owners          a name -> API keys that share files and batches, in clear text or as ``sha256:``
                     and the hex digest. They are kept under the first key: add a new key at the end,

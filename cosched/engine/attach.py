@@ -150,7 +150,7 @@ def _controller(
                 num_cached=cached,
                 num_left=lambda request: lengths.remaining(request).median,
             ),
-            lag_s=pool_config.tenant_lag_s,
+            lag_s=None if pool_config.tenant_lag_s == "off" else pool_config.tenant_lag_s,
             weights=config.batches.tenant_weights,
             most_running=config.most_running_offline(),
         )

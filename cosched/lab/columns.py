@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from cosched.lab.metrics.summary import Summary
 
@@ -38,6 +39,11 @@ def _tier(place: int, target: str) -> Callable[[Summary], float | None]:
     return met
 
 
+def _of_tenant(name: str, field: str, s: Summary) -> float | None:
+    value: float | None = getattr(s.tenants.get(name), field, None)
+    return value
+
+
 COLUMNS: Mapping[str, Column] = {
     "both met %": Column(of=lambda s: s.online.attainment.joint.ratio, scale=100),
     "TTFT met %": Column(of=lambda s: s.online.attainment.ttft.ratio, scale=100),
@@ -69,6 +75,11 @@ COLUMNS: Mapping[str, Column] = {
     "offline req/s": Column(of=lambda s: s.offline.requests_per_s, digits=2),
     "online hit %": Column(of=lambda s: s.online.hit_ratio, scale=100),
     "offline hit %": Column(of=lambda s: s.offline.hit_ratio, scale=100),
+    **{
+        f"{name} {title}": Column(of=partial(_of_tenant, name, field), scale=scale)
+        for name in ("alice", "bob", "mallory")
+        for title, field, scale in (("share %", "share", 100.0), ("done s", "done_s", 1.0))
+    },
     "evicted prompt tokens": Column(of=_num_evicted, digits=0),
     "preemptions": Column(
         of=lambda s: s.online.num_preemptions + s.offline.num_preemptions, digits=0

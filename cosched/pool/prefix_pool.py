@@ -24,7 +24,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 from sortedcontainers import SortedKeyList
@@ -55,8 +55,7 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     num_buckets        length buckets, learned (Echo §6; the paper names no value). 1: HyGen's tree.
     bucket_boundaries  prompt lengths [tokens] at which buckets begin, instead of learned ones
     tenant_lag_s       device time by which the tenant that is served may be ahead of the others
-                       (`cosched.pool.tenants`); absent: tenants are not told apart (own addition)
-                       [s]
+                       (`cosched.pool.tenants`, own addition) [s]; off: tenants are not told apart
     deadline_margin_s  a request is urgent where less time than this would be left until its
                        deadline after all the work that is due before it, at the rate of late (own
                        addition) [s]
@@ -67,7 +66,7 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     least_shared: int = 64
     num_buckets: int = 1
     bucket_boundaries: tuple[int, ...] | None = None
-    tenant_lag_s: float | None = 1.0
+    tenant_lag_s: float | Literal["off"] = 1.0
     deadline_margin_s: float = 600.0
 
     def __post_init__(self) -> None:
@@ -77,7 +76,7 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             value = getattr(self, name)
             if value < least:
                 raise ConfigError(f"{name} {value} is below {least}")
-        if self.tenant_lag_s is not None and not 0 <= self.tenant_lag_s < math.inf:
+        if self.tenant_lag_s != "off" and not 0 <= self.tenant_lag_s < math.inf:
             raise ConfigError(f"tenant_lag_s {self.tenant_lag_s} is not 0 or more seconds")
         if self.deadline_margin_s < 0:
             raise ConfigError(f"deadline_margin_s {self.deadline_margin_s} is negative")

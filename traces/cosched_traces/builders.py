@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cosched.core.request import RequestClass
@@ -258,6 +258,30 @@ def summaries_and_stories(asked: Asked) -> Workload:
         for pair in length_pairs(prompt, output, size=size, seed=asked.own_seed)
     ]
     return shuffle(independent_requests(asked.name, pairs, seed=asked.seed), seed=asked.seed)
+
+
+def tenants(*, prompt: Uniform, output: Uniform, num_lines: int) -> Build:
+    """The job of a hostile tenant, `num_requests` or `num_lines` lines, before those of two others:
+    `alice` with 300 lines and `bob` with 100, prompts of 500-1,500 tokens and answers of 100-300.
+    Nothing is shared."""
+
+    def build(asked: Asked) -> Workload:
+        jobs = {
+            "mallory": (prompt, output, asked.num_requests or num_lines),
+            "alice": (Uniform(500, 1500), Uniform(100, 300), 300),
+            "bob": (Uniform(500, 1500), Uniform(100, 300), 100),
+        }
+        names = [name for name, (_, _, size) in jobs.items() for _ in range(size)]
+        pairs = [
+            pair
+            for prompts, outputs, size in jobs.values()
+            for pair in length_pairs(prompts, outputs, size=size, seed=asked.own_seed)
+        ]
+        made = independent_requests(asked.name, pairs, seed=asked.seed)
+        requests = [replace(r, tenant=n) for r, n in zip(made.requests, names, strict=True)]
+        return replace(made, requests=tuple(requests))
+
+    return build
 
 
 def loogle(*, num_documents: int, num_questions: int, max_output_tokens: int) -> Build:

@@ -11,6 +11,7 @@ from cosched_traces import builders
 from cosched_traces.builders import DURATION_S, Asked, Build
 from cosched_traces.errors import WorkloadError
 from cosched_traces.files import first_line
+from cosched_traces.lengths import Uniform
 from cosched_traces.mmlu import Tokenize
 from cosched_traces.sessions import AGENTS, CHATS
 from cosched_traces.transform import first_requests
@@ -201,6 +202,18 @@ WORKLOADS = {
         2000,
         builders.summaries_and_stories,
         "long prompts with short answers, and short ones with long answers, shuffled",
+    ),
+    "tenants-tiny": NamedWorkload(
+        (OFFLINE,),
+        300,
+        builders.tenants(prompt=Uniform(16, 48), output=Uniform(1, 8), num_lines=100_000),
+        "three tenants, of which one comes first with 100,000 lines of a few tokens",
+    ),
+    "tenants-huge": NamedWorkload(
+        (OFFLINE,),
+        2000,
+        builders.tenants(prompt=Uniform(8_000, 24_000), output=Uniform(500, 2000), num_lines=400),
+        "three tenants, of which one comes first with 400 lines of 8-24k tokens and long replies",
     ),
     "loogle-short": NamedWorkload(
         (OFFLINE,),

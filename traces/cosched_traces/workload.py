@@ -34,6 +34,7 @@ class TraceRequest:
                        that answer's end, and `arrival_s` is only the earliest it could be
     session            the conversation it is a turn of
     priority           of an online request: names its tier
+    tenant             the name of its API key, as a server's configuration has it; "": none
     """
 
     rid: str
@@ -46,6 +47,7 @@ class TraceRequest:
     after: str | None = None
     think_s: float = 0.0
     session: str | None = None
+    tenant: str = ""
     slo: Slo = field(default_factory=Slo)
     priority: int = 0
 

@@ -51,6 +51,51 @@ class JobSummary:
         return self.work_per_s / self.bound_per_s if self.work_per_s and self.bound_per_s else None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantSummary:
+    """Offline requests of one tenant.
+
+    done_s  end of its last line [s]; None: one did not finish
+    share   its part of the offline device seconds while all tenants had work, the cost of each
+            request spread over the time that it ran; None: costs are not known
+    """
+
+    done_s: float | None
+    share: float | None
+
+
+def summarize_tenants(
+    records: Sequence[RequestRecord], *, end_s: float
+) -> dict[str, TenantSummary]:
+    """By name; empty where requests have none. records: offline ones."""
+    by_name: dict[str, list[RequestRecord]] = {}
+    for record in records:
+        if record.tenant:
+            by_name.setdefault(record.tenant, []).append(record)
+    done_s = {
+        name: max(r.finish_s or 0.0 for r in mine) if all(r.is_finished for r in mine) else None
+        for name, mine in by_name.items()
+    }
+    until_s = min((done for done in done_s.values() if done is not None), default=end_s)
+    spent_s = {
+        name: sum(_spent_s(record, until_s, end_s) for record in mine)
+        for name, mine in by_name.items()
+    }
+    total_s = sum(spent_s.values())
+    return {
+        name: TenantSummary(done_s=done_s[name], share=spent / total_s if total_s else None)
+        for name, spent in spent_s.items()
+    }
+
+
+def _spent_s(record: RequestRecord, until_s: float, end_s: float) -> float:
+    """What it cost until then [s]."""
+    if not record.device_s or record.admitted_s is None:
+        return 0.0
+    ran_s = max((end_s if record.finish_s is None else record.finish_s) - record.admitted_s, 1e-9)
+    return record.device_s * min(max((until_s - record.admitted_s) / ran_s, 0.0), 1.0)
+
+
 def steady_window(*, start_s: float, end_s: float) -> Window | None:
     """A run without its first and last tenth; None if nothing is left."""
     edge_s = EDGE_SHARE * (end_s - start_s)

@@ -51,6 +51,8 @@ class RequestRecord:
                            resumed before the run ended
     finish_reason          as the server reports it (stop, length, abort, …)
     ok                     False: refused, aborted, timed out or broken off
+    tenant                 the name of its API key in the server's configuration
+    device_s               what it cost [s] (`cosched.predict.account`); None: not known
     slo                    its own targets; the summary's defaults replace None
     priority               of an online request: names its tier
     """
@@ -73,6 +75,8 @@ class RequestRecord:
     pauses: tuple[tuple[float, float | None], ...] = ()
     finish_reason: str | None = None
     ok: bool = True
+    tenant: str = ""
+    device_s: float | None = None
     slo: Slo = field(default_factory=Slo)
     priority: int = 0
 

@@ -15,7 +15,12 @@ from cosched.lab.metrics.iterations import (
     IterationSummary,
     KvSummary,
 )
-from cosched.lab.metrics.job import JobSummary, summarize_job
+from cosched.lab.metrics.job import (
+    JobSummary,
+    TenantSummary,
+    summarize_job,
+    summarize_tenants,
+)
 from cosched.lab.metrics.records import Floats, IterationLog, RequestRecord
 from cosched.lab.metrics.slo import (
     ROUNDING_S,
@@ -90,14 +95,16 @@ class ClassSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """Metrics over `window` of a run that was observed until `observed_until_s`. `job` is about the
-    whole run. tiers: of online requests by priority, the highest first; empty if all are equal."""
+    """Metrics over `window` of a run that was observed until `observed_until_s`. `job` and
+    `tenants` are about the whole run. tiers: of online requests by priority, the highest first;
+    empty if all are equal."""
 
     window: Window
     observed_until_s: float
     online: ClassSummary
     offline: ClassSummary
     job: JobSummary
+    tenants: Mapping[str, TenantSummary]
     iterations: IterationSummary
     kv: KvSummary
     host: HostSummary
@@ -154,17 +161,15 @@ def summarize(
 
     classes = {name: of_class(name, records, rows.computed_tokens(name)) for name in RequestClass}
     online = [r for r in records if r.request_class is RequestClass.ONLINE]
+    offline = [r for r in records if r.request_class is RequestClass.OFFLINE]
     priorities = sorted({r.priority for r in online}, reverse=True)
     return Summary(
         window=window,
         observed_until_s=observed_until_s,
         online=classes[RequestClass.ONLINE],
         offline=classes[RequestClass.OFFLINE],
-        job=summarize_job(
-            [r for r in records if r.request_class is RequestClass.OFFLINE],
-            end_s=observed_until_s,
-            costs=line_costs,
-        ),
+        job=summarize_job(offline, end_s=observed_until_s, costs=line_costs),
+        tenants=summarize_tenants(offline, end_s=observed_until_s),
         iterations=rows.summary(),
         kv=rows.kv(),
         host=rows.host(),

@@ -31,6 +31,7 @@ class Arrival:
     num_output_tokens: int
     max_new_tokens: int
     output_ids: Sequence[int] = ()
+    tenant: str = ""
     slo: Slo = field(default_factory=Slo)
     priority: int = 0
 

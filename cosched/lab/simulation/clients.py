@@ -41,6 +41,7 @@ def _arrival_of(request: TraceRequest, input_ids: array[int]) -> Arrival:
         input_ids=input_ids,
         num_output_tokens=request.num_output_tokens,
         max_new_tokens=request.max_new_tokens or request.num_output_tokens,
+        tenant=request.tenant,
         slo=request.slo,
         priority=request.priority,
     )

@@ -7,6 +7,7 @@ from itertools import takewhile
 from typing import Any
 
 from cosched.engine import port
+from cosched.engine.tracked import TrackedRequest
 from cosched.lab.metrics.records import RequestRecord
 from cosched.lab.simulation.arrivals import Arrival
 from cosched.memory.reuse import BLOCK, block_hashes
@@ -44,6 +45,7 @@ class RequestState:
         reason = None
         if req is not None and finish_s is not None:
             reason = str(req.finished_reason.to_json()["type"])
+        tracked = None if req is None else TrackedRequest.of(req)
         return RequestRecord(
             rid=arrival.rid,
             request_class=arrival.request_class,
@@ -61,6 +63,8 @@ class RequestState:
             pauses=tuple(self.pauses),
             finish_reason=reason,
             ok=reason != "abort",
+            tenant=arrival.tenant,
+            device_s=tracked.device_s if tracked is not None else None,
             slo=arrival.slo,
             priority=arrival.priority,
         )

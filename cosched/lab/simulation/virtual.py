@@ -24,8 +24,10 @@ from cosched.core.batch import BatchShape
 from cosched.core.request import RequestClass
 from cosched.core.wire import (
     HINT_KEY,
+    NAME_KEY,
     OFFLINE_PRIORITY,
     PARAMS_KEY,
+    SERVER_KEY,
     params_of_slo,
 )
 from cosched.engine import port
@@ -356,12 +358,15 @@ class VirtualEngine:
         params: dict[str, float] = dict(params_of_slo(arrival.slo))
         if self._tells_lengths:
             params[HINT_KEY] = arrival.num_output_tokens
+        custom: dict[str, Any] = {PARAMS_KEY: params} if params else {}
+        if arrival.tenant:
+            custom[SERVER_KEY] = {NAME_KEY: arrival.tenant}
         self.local.submit(
             arrival.rid,
             arrival.input_ids,
             max_new_tokens=arrival.max_new_tokens,
             priority=OFFLINE_PRIORITY if offline else arrival.priority,
-            custom_params={PARAMS_KEY: params} if params else None,
+            custom_params=custom or None,
             ignore_eos=False,
             stream=False,
             created_s=arrival.arrival_s,
