@@ -66,7 +66,12 @@ from cosched.schedule.online_order import (
     tiers_by_feasibility,
 )
 from cosched.schedule.phases import LEAST_SHARED, Steps, shortest_first, two_phases
-from cosched.schedule.tiers import first_to_suffer, next_credits, tiers_in_order
+from cosched.schedule.tiers import (
+    first_late,
+    first_without_room,
+    next_credits,
+    tiers_in_order,
+)
 from cosched.schedule.time_budget import TimeBudget
 from cosched.schedule.turns import Turn, next_turn
 
@@ -120,14 +125,14 @@ class _TierOrder(NamedTuple):
 
 
 class _Attempt(NamedTuple):
-    """A filled plan, which may be made again with lower tiers set aside. tiers: in the order in
-    which they are served."""
+    """tiers: in the order in which they are served. last: the plan is to be made again with the
+    tiers behind this place set aside; None: it is good."""
 
     builder: PlanBuilder
-    deadlines: Deadlines
     tiers: Sequence[_TierOrder]
     limits: Mapping[str, float]
     idle_s: float
+    last: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,8 +176,8 @@ class CoschedPolicy:
         ranks = tiers_in_order(tiers, state.credits)
         num_served = len(ranks)
         made = self._attempt(view, state, ranks, num_served)
-        while (last := self._to_set_aside(made, ranks[:num_served])) is not None:
-            num_served = last + 1
+        while made.last is not None:
+            num_served = made.last + 1
             made = self._attempt(view, state, ranks, num_served)
         late = {rid: why for one in made.tiers for rid, why in one.order.newly_late.items()}
         plan = made.builder.build(limits=made.limits, late=late)
@@ -188,11 +193,6 @@ class CoschedPolicy:
         idle_s = 0.0 if plan.prefill else made.idle_s
         return plan, Past(turns=tuple(turns), credits=credits, idle_s=idle_s)
 
-    def _to_set_aside(self, made: _Attempt, ranks: Sequence[int]) -> int | None:
-        """The place in `ranks` of the last tier that the plan should serve; None: it is good."""
-        orders = [one.order for one in made.tiers]
-        return first_to_suffer(made.builder, made.deadlines, self._settings, orders, ranks)
-
     def _attempt(self, view: View, state: Past, ranks: Sequence[int], num_served: int) -> _Attempt:
         """A plan that serves the first of the tiers, in the order of `ranks`, and sets the others
         aside."""
@@ -206,6 +206,10 @@ class CoschedPolicy:
             _TierOrder(order, self._late_first(order, state.turns[rank], view, deadlines))
             for rank, order in zip(ranks, orders, strict=True)
         ]
+        served = ranks[:num_served]
+        last = first_late(builder, deadlines, self._settings, orders, served)
+        if last is not None:
+            return _Attempt(builder, tiers, {}, 0.0, last)
         _make_way(builder, tiers)
         order = merged(orders[:num_served])
         prefills = deadlines.prefill_slacks(order.due)
@@ -228,7 +232,8 @@ class CoschedPolicy:
         )
         for request in left_out:
             builder.skip(request, SkipReason.HIGHER_TIER)
-        return _Attempt(builder, deadlines, tiers, budget.limits(), rest.idle_s)
+        last = first_without_room(builder, orders, served)
+        return _Attempt(builder, tiers, budget.limits(), rest.idle_s, last)
 
     def needs(self, view: View) -> RankNeeds:
         if not self._options.agrees:

@@ -34,30 +34,40 @@ def tiers_in_order(tiers: Sequence[Tier], credits: Sequence[float]) -> tuple[int
     return (first, *(rank for rank in ranks if rank != first))
 
 
-def first_to_suffer(
+def first_late(
     builder: PlanBuilder,
     deadlines: Deadlines,
     settings: PolicySettings,
     orders: Sequence[OnlineOrder],
     tiers: Sequence[int],
 ) -> int | None:
-    """The first place in `tiers` whose requests need that running ones of lower tiers are set
-    aside; None: there is none. builder: with a plan in which no tier of `tiers` is set aside."""
+    """The first place in `tiers` with a request that would miss a target, while lower tiers run;
+    None: there is none. No tier of `tiers` is set aside."""
+    lowest = _lowest_running(builder, tiers)
+    behind = _behind(builder, deadlines, settings) if lowest else set()
+    return next((rank for rank in range(lowest) if orders[rank].late or rank in behind), None)
+
+
+def first_without_room(
+    builder: PlanBuilder, orders: Sequence[OnlineOrder], tiers: Sequence[int]
+) -> int | None:
+    """The same of requests that find no memory or slot in the builder's plan."""
+    lowest = _lowest_running(builder, tiers)
+    highest = min((request.tier for request in builder.online.requests), default=0)
+    if highest < lowest and not builder.ledger.decodes_fit():
+        return highest
+
+    def waits(order: OnlineOrder) -> bool:
+        return any(builder.skipped.get(request.rid) in _NO_ROOM for request in order.due)
+
+    return next((rank for rank in range(lowest) if waits(orders[rank])), None)
+
+
+def _lowest_running(builder: PlanBuilder, tiers: Sequence[int]) -> int:
+    """0 too if a lower tier comes first: then none is set aside."""
     if len(tiers) < 2 or list(tiers) != sorted(tiers):
-        return None
-    running = {request.tier for request in builder.online.requests}
-    lowest = max(running, default=0)
-    if not lowest:
-        return None
-    if not builder.ledger.decodes_fit() and min(running) < lowest:
-        return min(running)
-    behind = _behind(builder, deadlines, settings)
-    for rank in range(lowest):
-        order = orders[rank]
-        waits = any(builder.skipped.get(request.rid) in _NO_ROOM for request in order.due)
-        if order.late or rank in behind or waits:
-            return rank
-    return None
+        return 0
+    return max((request.tier for request in builder.online.requests), default=0)
 
 
 def _behind(builder: PlanBuilder, deadlines: Deadlines, settings: PolicySettings) -> set[int]:
