@@ -119,6 +119,10 @@ class Deadlines:
                 if self.gains:
                     break
 
+    def can_wait(self, prefills: PrefillSlacks) -> bool:
+        """First tokens have so much time that their prompts may be computed in pieces."""
+        return prefills.slack_s >= _RELAXED_SHARE * prefills.ttft_s
+
     @property
     def borrowed_s(self) -> float:
         """The part of the decodes' slack that one iteration may use [s]."""
@@ -262,6 +266,7 @@ class Deadlines:
         offline_s: float,
         most_s: float = math.inf,
         headroom: ToleranceHeadroom | None = None,
+        in_pieces: bool = False,
     ) -> TimeBudget:
         """Of an iteration of `online_s` with online prefills, `offline_s` with offline work, and at
         most `most_s` beside online decodes [s]. headroom: of tolerance mode; where
@@ -296,6 +301,7 @@ class Deadlines:
             beside_online=beside,
             longer_s=None if headroom is None else partial(self._longer_s, headroom),
             rides=headroom is None or headroom.wait_s is None or headroom.share is not None,
+            pieces_s=others.taken_s if in_pieces else None,
         )
 
     @property
@@ -310,6 +316,8 @@ class Deadlines:
         tokens_left = view.caps.max_chunk_tokens or view.caps.max_prefill_tokens
         for request in islice(online_prefills(view), _MOST_LOOKED_AT):
             num_cached = request.num_computed_tokens or view.match(request).cached
+            if not totals.num_new:
+                tokens_left = budget.piece(num_cached, tokens_left)
             num_new = min(num_tokens_of(request) - num_cached, tokens_left)
             if num_new > 0:
                 totals.add_prefill(num_new, num_cached)

@@ -21,6 +21,9 @@ would be computed in many short chunks, each at the cost of a mixed batch."""
 _TILES = (64, 128, 256)
 """Tokens that GEMM kernels work on at a time."""
 
+_PIECES = (128, 256, 384, 512)
+"""Tokens of an iteration with a piece of an online prompt, decodes among them."""
+
 
 class TimeBudget:
     """Implements `cosched.schedule.phases.Pace`: the predicted time of what is in a ledger is at
@@ -33,6 +36,8 @@ class TimeBudget:
     longer_s       time of an iteration without offline work -> most time with it [s]; None: the
                    limit of the phase alone holds
     rides          offline work may be in an iteration with online prefills
+    pieces_s       online prompts are cut to the size at which they delay decodes least, or to what
+                   fits into this time, which other ranks take anyway; None: they are not cut so
     """
 
     def __init__(
@@ -46,6 +51,7 @@ class TimeBudget:
         beside_online: Sequence[int] | None,
         longer_s: Callable[[float], float] | None = None,
         rides: bool = True,
+        pieces_s: float | None = None,
     ) -> None:
         self._predictor = predictor
         self._ledger = ledger
@@ -55,6 +61,8 @@ class TimeBudget:
         self._beside_online = beside_online
         self._longer_s = longer_s
         self._rides = rides
+        self._pieces_s = pieces_s
+        self._most_online: int | None = None
         self._most_tokens: int | None = None
 
     def begin_offline(self) -> None:
@@ -68,6 +76,9 @@ class TimeBudget:
         return {phase: limit_s for phase, limit_s in limits.items() if limit_s < math.inf}
 
     def online_tokens(self, num_cached: int, limit: int) -> int:
+        limit = self.piece(num_cached, limit)
+        if limit <= 0:
+            return 0
         most = self._predictor.max_prefill(self._ledger.totals, num_cached, self.online_s, limit)
         if most == 0:
             return 0
@@ -84,6 +95,30 @@ class TimeBudget:
             return most  # offline work fills the tile
         cut = self._worthwhile(totals, most, num_cached)
         return cut if cut >= min(most, _LEAST_CUT) else most
+
+    def piece(self, num_cached: int, limit: int) -> int:
+        """Of `limit` tokens of an online prompt, those that this iteration should compute.
+
+        Decodes wait for memory, so that the first tokens beside them cost half as much time as
+        those of a long prompt.
+        """
+        if self._pieces_s is None:
+            return limit
+        totals, seconds = self._ledger.totals, self._seconds
+        in_batch = totals.num_new + totals.num_decodes
+        if self._most_online is None:
+            token_s = self._token_s(totals, num_cached)
+            sizes = [size - in_batch for size in _PIECES if size - in_batch >= _LEAST_CUT]
+            self._most_online = in_batch + max(
+                sizes or [limit], key=lambda n: n * token_s - seconds(totals, n, num_cached)
+            )
+        free = self._predictor.max_prefill(totals, num_cached, self._pieces_s, limit)
+        return min(limit, max(self._most_online - in_batch, free))
+
+    def _token_s(self, totals: BatchTotals, num_cached: int) -> float:
+        """Mean time of one of many prompt tokens [s]."""
+        alone_s = self._predictor.predict_s(totals)
+        return (self._seconds(totals, _MANY, num_cached) - alone_s) / _MANY
 
     def offline_tokens(self, num_cached: int, limit: int, *, is_last: bool = False) -> int:
         totals = self._ledger.totals
@@ -116,8 +151,7 @@ class TimeBudget:
         if most == 0:
             return 0
         in_batch = totals.num_new + totals.num_decodes
-        alone_s = self._predictor.predict_s(totals)
-        token_s = (self._seconds(totals, _MANY, num_cached) - alone_s) / _MANY
+        token_s = self._token_s(totals, num_cached)
         sizes = {most} | {(in_batch + most) // tile * tile - in_batch for tile in _TILES}
         fitting = [n for n in sizes if n > 0]
         return max(fitting, key=lambda n: n * token_s - self._seconds(totals, n, num_cached))
