@@ -19,6 +19,7 @@ class RankNeeds(NamedTuple):
                 with `EngineCaps.takes_turns` 0 without prefills
     online_s    most, where there are online prefills
     offline_s   most, where there is offline work
+    fills       1: offline requests wait to be computed, whatever time there is; else 0
     """
 
     alone_s: float = 0.0
@@ -26,6 +27,7 @@ class RankNeeds(NamedTuple):
     required_s: float = 0.0
     online_s: float = math.inf
     offline_s: float = math.inf
+    fills: float = 0.0
 
 
 class OtherRanks(NamedTuple):
@@ -35,6 +37,7 @@ class OtherRanks(NamedTuple):
     taken_s    time that the online work of one of them takes in any case: free for this rank
     online_s   most, where there are online prefills
     offline_s  most, where there is offline work
+    fills      offline requests of one of them wait to be computed
     must_decode  no rank may prefill now (`EngineCaps.takes_turns`)
     """
 
@@ -42,6 +45,7 @@ class OtherRanks(NamedTuple):
     taken_s: float = -math.inf
     online_s: float = math.inf
     offline_s: float = math.inf
+    fills: bool = False
     must_decode: bool = False
 
     def bound_online(self, own_s: float, least_s: float = 0.0) -> float:
@@ -69,4 +73,5 @@ def others_of(group: Sequence[RankNeeds], own: int) -> OtherRanks:
         taken_s=max(min(needs.required_s, max(online_s, needs.least_s)) for needs in others),
         online_s=min(needs.online_s for needs in others),
         offline_s=min(needs.offline_s for needs in others),
+        fills=any(needs.fills for needs in others),
     )

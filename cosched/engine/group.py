@@ -7,7 +7,7 @@ of them leave (`OtherRanks`).
 
 SGLang exchanges the shapes of batches in each iteration too, but after they are planned. Numbers
 sent with them would be an iteration old when they are used, and would not know of a request that
-has just arrived. So this is an exchange of its own: 128 bytes per rank, between processes, while
+has just arrived. So this is an exchange of its own: 136 bytes per rank, between processes, while
 the device computes. Every rank takes part once in each iteration, with or without requests; where
 one has several attention ranks all of them do, and the first of each counts.
 
@@ -68,7 +68,8 @@ class Group:
         view: of the plan; None: nothing runs or waits here, or another rank plans."""
         needs = RankNeeds()
         if view is not None and not self._guard.has_given_up:
-            view.others = OtherRanks(alone_s=self.others.alone_s)
+            before = self.others
+            view.others = OtherRanks(alone_s=before.alone_s, fills=before.fills)
             with self._guard.watching("needs"):
                 needs = cast("GroupPolicy[Any]", policy).needs(view)
         waits_s = self.send(needs)

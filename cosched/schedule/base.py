@@ -158,5 +158,6 @@ class GroupPolicy(Policy[State], Protocol[State]):
 
     def needs(self, view: View) -> RankNeeds:
         """What online requests of this rank need of the next iteration. The ranks exchange it
-        before each plan; of `view.others` only `alone_s` is known here, from the plan before."""
+        before each plan; of `view.others` only `alone_s` and `fills` are known here, from the plan
+        before."""
         ...

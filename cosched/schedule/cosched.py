@@ -49,7 +49,7 @@ from typing import NamedTuple
 import msgspec
 
 from cosched.core.estimates import LengthEstimate
-from cosched.core.group import NO_OTHERS, RankNeeds
+from cosched.core.group import RankNeeds
 from cosched.core.plan import Plan, SkipReason
 from cosched.core.request import Request, RequestClass, num_tokens_of
 from cosched.core.view import OfflineOrder, View
@@ -289,11 +289,7 @@ class CoschedPolicy:
             offline_s=offline_s,
             most_s=most_s,
             headroom=headroom,
-            # Decodes of all ranks wait for a prompt of one, unless offline work fills the time.
-            in_pieces=view.others != NO_OTHERS
-            and not (view.num_offline or view.caps.takes_turns)
-            and deadlines.alone_s > 0
-            and deadlines.can_wait(prefills),
+            in_pieces=deadlines.are_pieces_enough(prefills),
         )
 
     def _late_first(

@@ -119,8 +119,13 @@ class Deadlines:
                 if self.gains:
                     break
 
-    def can_wait(self, prefills: PrefillSlacks) -> bool:
-        """First tokens have so much time that their prompts may be computed in pieces."""
+    def are_pieces_enough(self, prefills: PrefillSlacks) -> bool:
+        """Online prompts may be computed in pieces that ride on decodes: decodes of other ranks
+        would wait for a whole one, no offline work fills the time, and first tokens have time."""
+        view = self._builder.view
+        is_filled = view.num_offline > 0 or view.others.fills
+        if is_filled or view.caps.takes_turns or not view.others.alone_s:
+            return False
         return prefills.slack_s >= _RELAXED_SHARE * prefills.ttft_s
 
     @property
@@ -328,6 +333,7 @@ class Deadlines:
             required_s=view.predictor.predict_s(totals),
             online_s=budget.online_s,
             offline_s=budget.offline_s,
+            fills=float(view.num_offline > 0),
         )
         if not view.caps.takes_turns:
             return needs

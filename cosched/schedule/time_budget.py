@@ -107,18 +107,13 @@ class TimeBudget:
         totals, seconds = self._ledger.totals, self._seconds
         in_batch = totals.num_new + totals.num_decodes
         if self._most_online is None:
-            token_s = self._token_s(totals, num_cached)
+            alone_s = self._predictor.predict_s(totals)
             sizes = [size - in_batch for size in _PIECES if size - in_batch >= _LEAST_CUT]
-            self._most_online = in_batch + max(
-                sizes or [limit], key=lambda n: n * token_s - seconds(totals, n, num_cached)
+            self._most_online = in_batch + min(
+                sizes or [limit], key=lambda n: (seconds(totals, n, num_cached) - alone_s) / n
             )
         free = self._predictor.max_prefill(totals, num_cached, self._pieces_s, limit)
         return min(limit, max(self._most_online - in_batch, free))
-
-    def _token_s(self, totals: BatchTotals, num_cached: int) -> float:
-        """Mean time of one of many prompt tokens [s]."""
-        alone_s = self._predictor.predict_s(totals)
-        return (self._seconds(totals, _MANY, num_cached) - alone_s) / _MANY
 
     def offline_tokens(self, num_cached: int, limit: int, *, is_last: bool = False) -> int:
         totals = self._ledger.totals
@@ -151,7 +146,8 @@ class TimeBudget:
         if most == 0:
             return 0
         in_batch = totals.num_new + totals.num_decodes
-        token_s = self._token_s(totals, num_cached)
+        alone_s = self._predictor.predict_s(totals)
+        token_s = (self._seconds(totals, _MANY, num_cached) - alone_s) / _MANY
         sizes = {most} | {(in_batch + most) // tile * tile - in_batch for tile in _TILES}
         fitting = [n for n in sizes if n > 0]
         return max(fitting, key=lambda n: n * token_s - self._seconds(totals, n, num_cached))
