@@ -99,7 +99,7 @@ class SharedPrefixConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     min_saved_tokens  a batch is shared when that saves so many reads of KV tokens in an iteration;
                       absent: where a model of the device says that it pays
     device_model      file with that model, ``picker.json`` of ``scripts/gpu_profile``; absent: an
-                      H200 by its data sheets
+                      H200 that was measured
     """
 
     inner: str | None = None

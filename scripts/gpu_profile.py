@@ -237,7 +237,6 @@ class Profile:
         if self.has_stock:
             distinct_us = row.get("distinct_us")
             measured = Measured(
-                document_bytes=shape.prefix * self.heads.kv_bytes_per_token,
                 distinct_bytes=moved.kv,
                 each_bytes=each,
                 piece_bytes=moved.pieces,

@@ -9,7 +9,6 @@ device's cache there, and so cost less than its bytes say.
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -22,11 +21,12 @@ from cosched_kernels.plan import HeadShape, Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceModel:
-    """What decides on a device. Defaults: an H200, from data sheets.
+    """What decides on a device. Defaults: an H200. What these kernels reach was measured there, and
+    Triton's too (`beside`); what another backend reaches is of data sheets.
 
-    memory_bandwidth  bytes per second that come from memory
-    cache_bandwidth   bytes per second of what is in the last-level cache
-    cache_bytes       size of that cache
+    memory_bandwidth  bytes of KV per second that the other backend reads for the first time
+    cache_bandwidth   bytes per second that it reads again for other requests of the batch
+    own_bandwidth     bytes per second that these kernels read
     launch_s          what a layer's launches cost beyond those of the other backend [s]
     flops             of these kernels in prefill [1/s]
     other_flops       of the other backend in prefill [1/s]
@@ -37,8 +37,8 @@ class DeviceModel:
 
     memory_bandwidth: float = 4.3e12
     cache_bandwidth: float = 8e12
-    cache_bytes: float = 60e6
-    launch_s: float = 8e-6
+    own_bandwidth: float = 1.55e12
+    launch_s: float = 5e-6
     flops: float = 300e12
     other_flops: float = 500e12
     other_tile: int = 128
@@ -49,13 +49,15 @@ class DeviceModel:
             value = getattr(self, field.name)
             if field.name != "other_packs" and not 0 <= value < float("inf"):
                 raise ValueError(f"{field.name} of a device must be a number from 0, not {value}")
-            if field.name not in ("other_packs", "launch_s", "cache_bytes") and not value:
+            if field.name not in ("other_packs", "launch_s") and not value:
                 raise ValueError(f"{field.name} of a device must be positive")
 
     def beside(self, inner: str) -> DeviceModel:
         """The same beside this attention backend of SGLang. Its Triton kernel gives a tile to each
-        query head; FlashAttention and FlashInfer pack heads."""
-        return replace(self, other_packs=inner != "triton")
+        query head, and was measured on an H200; FlashAttention and FlashInfer pack heads."""
+        if inner != "triton":
+            return replace(self, other_packs=True)
+        return replace(self, other_packs=False, memory_bandwidth=2.0e12, cache_bandwidth=4.5e12)
 
 
 def gain_s(
@@ -77,9 +79,10 @@ def gain_s(
             groups, plan, num_queries=num_queries, seq_lens=seq_lens, heads=heads, device=device
         )
         return other_s - ours_s
-    saved, cached = _repeated_bytes(groups, heads, device)
-    gained = (saved - cached) / device.memory_bandwidth + cached / device.cache_bandwidth
-    return gained - _extra_s(plan, heads, device)
+    saved = groups.saved_tokens * heads.kv_bytes_per_token
+    distinct = float(seq_lens.sum()) * heads.kv_bytes_per_token - saved
+    other_s = distinct / device.memory_bandwidth + saved / device.cache_bandwidth
+    return other_s - distinct / device.own_bandwidth - _extra_s(plan, heads, device)
 
 
 def mixed_times_s(
@@ -104,16 +107,16 @@ def mixed_times_s(
     computing = rows * (seq_lens - num_queries / 2) * (4 * heads.head_dim / device.other_flops)
     reading = seq_lens * (kv_bytes / device.memory_bandwidth)
     waiting = float(np.maximum(reading - computing, 0).sum())
-    # What is shared and may be cached comes from there for all but one.
-    _, cached = _repeated_bytes(groups, heads, device)
-    waiting -= max(cached * (1 / device.memory_bandwidth - 1 / device.cache_bandwidth), 0.0)
+    # What is shared is in the cache for all but one.
+    saved = groups.saved_tokens * kv_bytes
+    waiting -= max(saved * (1 / device.memory_bandwidth - 1 / device.cache_bandwidth), 0.0)
     other_s = float(computing.sum()) + max(waiting, 0.0)
     # A tile's bytes and its scores both grow with the KV that it reads.
     spans = plan.column("kv_end") - plan.column("kv_begin")
     flops = heads.num_kv_heads * 4 * heads.head_dim / device.flops
     ours_s = _extra_s(plan, heads, device)
     starts: list[int] = plan.starts.tolist()
-    per_token = kv_bytes / device.memory_bandwidth
+    per_token = kv_bytes / device.own_bandwidth
     for height, begin, end in zip(plan.rows, starts, starts[1:], strict=False):
         if end > begin:
             num_read = int(spans[begin:end].sum())
@@ -121,25 +124,16 @@ def mixed_times_s(
     return other_s, ours_s
 
 
-def _repeated_bytes(groups: Groups, heads: HeadShape, device: DeviceModel) -> tuple[float, float]:
-    """KV that only the other backend reads again, and how much of that the cache may hold: what is
-    in doubt is taken to be cheap there."""
-    token = heads.kv_bytes_per_token
-    is_cached = (groups.last - groups.first) * token < device.cache_bytes
-    return float(groups.saved_tokens * token), float(groups.saved @ is_cached * token)
-
-
 def _extra_s(plan: Plan, heads: HeadShape, device: DeviceModel) -> float:
     """Launches, and pieces that are written and read."""
     piece = heads.q_bytes_per_token + 4 * heads.num_q_heads
-    return device.launch_s + 2 * plan.num_pieces * piece / device.memory_bandwidth
+    return device.launch_s + 2 * plan.num_pieces * piece / device.own_bandwidth
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
     """Times of one layer of decodes on a card [s], and what they read [bytes].
 
-    document_bytes  KV of the longest prefix that several share
     distinct_bytes  KV that is there, each token once
     each_bytes      KV of all contexts, what is shared as often as it is
     piece_bytes     pieces that the plan writes and reads
@@ -148,7 +142,6 @@ class Measured:
     distinct_s      the other backend where each has slots of its own; None: did not fit
     """
 
-    document_bytes: float
     distinct_bytes: float
     each_bytes: float
     piece_bytes: float
@@ -158,45 +151,32 @@ class Measured:
 
 
 def fitted(times: Sequence[Measured], start: DeviceModel) -> DeviceModel:
-    """The device that the times describe. What they do not determine stays as in `start`.
-
-    memory_bandwidth  of the other backend on distinct slots, where it reads most
-    cache_bytes       the longest document that it reads again clearly faster than from memory
-    cache_bandwidth   at which it reads those again
-    launch_s          as much as it takes for the picker to promise no more than was measured in
-                      three of four shapes
-    """
+    """The device that the times describe, by least squares of relative errors. What they do not
+    determine stays as in `start`."""
     assert times, "nothing was measured"
-    alone = sorted((m for m in times if m.distinct_s), key=lambda m: m.each_bytes)
-    memory = start.memory_bandwidth
-    if alone:
-        largest = alone[len(alone) // 2 :]
-        memory = statistics.median(m.each_bytes / (m.distinct_s or 1.0) for m in largest)
-    again = [
-        (m.document_bytes, (m.each_bytes - m.distinct_bytes) / max(again_s, 1e-9))
-        for m in times
-        if m.each_bytes > 1.5 * m.distinct_bytes
-        and (again_s := m.shared_s - m.distinct_bytes / memory) < m.shared_s
-    ]
-    fast = [(size, rate) for size, rate in again if rate > 1.2 * memory]
-    cache_bytes = max((size for size, _ in fast), default=0.0)
-    # What has been seen is cached at that size; a little more may be.
-    cache = statistics.median(rate for _, rate in fast) if fast else memory
-    device = replace(
+    ones = [1.0] * len(times)
+    first = [m.distinct_bytes for m in times]
+    again = [m.each_bytes - m.distinct_bytes for m in times]
+    read = [m.distinct_bytes + m.piece_bytes for m in times]
+    other = _relative_fit([ones, first, again], [m.shared_s for m in times])
+    ours = _relative_fit([ones, read], [m.ours_s for m in times])
+    if other is None or ours is None:
+        return start
+    return replace(
         start,
-        memory_bandwidth=memory,
-        cache_bytes=1.1 * cache_bytes,
-        cache_bandwidth=max(cache, memory),
-        launch_s=0.0,
+        memory_bandwidth=1 / other[1],
+        cache_bandwidth=1 / other[2],
+        own_bandwidth=1 / ours[1],
+        launch_s=max(ours[0] - other[0], 0.0),
     )
-    too_much = sorted(
-        (m.each_bytes - m.distinct_bytes)
-        / (device.cache_bandwidth if m.document_bytes < device.cache_bytes else memory)
-        - m.piece_bytes / memory
-        - (m.shared_s - m.ours_s)
-        for m in times
-    )
-    return replace(device, launch_s=max(too_much[3 * (len(too_much) - 1) // 4], 0.0))
+
+
+def _relative_fit(columns: list[list[float]], seconds: list[float]) -> list[float] | None:
+    """None if the shapes do not determine it."""
+    matrix = np.array(columns).T / np.array(seconds)[:, None]
+    found, _, rank, _ = np.linalg.lstsq(matrix, np.ones(len(seconds)), rcond=None)
+    coefficients: list[float] = found.tolist()
+    return coefficients if rank == len(columns) and min(coefficients[1:]) > 0 else None
 
 
 def write_model(path: Path, model: DeviceModel, *, device_name: str, origin: str) -> None:

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from cosched.lab.cost_models.base import PrefixReads
+from cosched.lab.cost_models.base import L2_SPEEDUP, ONCE_OVERHEAD, PrefixReads
 from tests.scripts import script
 
 
@@ -72,5 +72,5 @@ def test_the_cost_models_attention_is_that_of_a_layer():
     # 32 contexts of 10,200 tokens of 4 KB, at some of 4.8 TB/s; all but one share 10,000 of them.
     assert 32 * 10_200 * 4096 / 4.8e12 < each < 2 * 32 * 10_200 * 4096 / 4.8e12
     distinct = (10_000 + 32 * 200) / (32 * 10_200)
-    assert once == pytest.approx(1.1 * distinct * each, rel=0.01)
-    assert cached == pytest.approx((1 + distinct) / 2 * each, rel=0.01)
+    assert once == pytest.approx(ONCE_OVERHEAD * distinct * each, rel=0.01)
+    assert cached == pytest.approx((distinct + (1 - distinct) / L2_SPEEDUP) * each, rel=0.01)

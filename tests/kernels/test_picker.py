@@ -4,8 +4,6 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from cosched_kernels.groups import Shared, groups_of
 from cosched_kernels.picker import (
@@ -41,7 +39,8 @@ def gain(*, batch, prefix, chunk=0, **device):
     [
         (2, 1000, 0, False),
         (8, 500, 0, False),
-        (4, 10_000, 0, True),
+        (4, 10_000, 0, False),
+        (16, 10_000, 0, True),
         (32, 1000, 0, True),
         (64, 32_000, 0, True),
         (2, 4000, 2048, False),
@@ -76,36 +75,33 @@ def test_decodes_beside_a_prefill_are_packed_where_the_other_backend_packs_nothi
     assert mixed_gain("fa3", chunk=512, decodes=32, context=10_000, own_documents=False) > 0
 
 
-def measured(device, *, batch, prefix, ours=1.0, has_distinct=True):
+def measured(device, *, batch, prefix, launch_s=7e-6):
     """Times as a device of this model has them."""
     kv = LLAMA_8B.kv_bytes_per_token
-    document, own = prefix * kv, batch * 200 * kv
-    distinct, each = document + own, batch * document + own
-    rate = device.memory_bandwidth
-    if document < device.cache_bytes:
-        rate = device.cache_bandwidth
+    distinct, each = (prefix + batch * 200) * kv, batch * (prefix + 200) * kv
     pieces = 4.0 * batch * LLAMA_8B.q_bytes_per_token
+    again_s = (each - distinct) / device.cache_bandwidth
     return Measured(
-        document_bytes=document,
         distinct_bytes=distinct,
         each_bytes=each,
         piece_bytes=pieces,
-        ours_s=ours * ((distinct + pieces) / device.memory_bandwidth + device.launch_s),
-        shared_s=distinct / device.memory_bandwidth + (each - distinct) / rate,
-        distinct_s=each / device.memory_bandwidth if has_distinct else None,
+        ours_s=launch_s + device.launch_s + (distinct + pieces) / device.own_bandwidth,
+        shared_s=launch_s + distinct / device.memory_bandwidth + again_s,
+        distinct_s=each / device.memory_bandwidth,
     )
 
 
 def test_what_was_measured_becomes_the_model(tmp_path):
-    true = DeviceModel(memory_bandwidth=3e12, cache_bandwidth=7e12, cache_bytes=5e7, launch_s=12e-6)
+    true = DeviceModel(
+        memory_bandwidth=3e12, cache_bandwidth=7e12, own_bandwidth=2e12, launch_s=12e-6
+    )
     sizes = (500, 1000, 2000, 4000, 10_000, 32_000)
     times = [measured(true, batch=b, prefix=p) for b in (8, 16, 32, 64) for p in sizes]
     found = fitted(times, DeviceModel())
-    assert found.memory_bandwidth == pytest.approx(true.memory_bandwidth)
-    assert found.cache_bandwidth == pytest.approx(true.cache_bandwidth, rel=1e-3)
-    assert 10_000 < found.cache_bytes / LLAMA_8B.kv_bytes_per_token < 32_000
-    assert found.launch_s == pytest.approx(true.launch_s, rel=0.01)
+    for name in ("memory_bandwidth", "cache_bandwidth", "own_bandwidth", "launch_s"):
+        assert getattr(found, name) == pytest.approx(getattr(true, name), rel=1e-6)
     assert found.other_flops == DeviceModel().other_flops
+    assert fitted(times[:1] * 3, DeviceModel()) == DeviceModel()  # one shape says too little
     path = tmp_path / "picker.json"
     write_model(path, found, device_name="a card", origin="a test")
     assert read_model(path, device_name="a card") == found
@@ -129,14 +125,23 @@ def test_a_file_that_is_none_is_refused(tmp_path, change, message):
         read_model(path, device_name="a card")
 
 
-@given(st.integers(2, 64), st.integers(600, 20_000), st.integers(1, 10_000))
-def test_a_longer_document_gains_more(batch, prefix, more):
-    # A document that the device's cache cannot hold is worth more by itself.
-    shorter, longer = gain(batch=batch, prefix=prefix), gain(batch=batch, prefix=prefix + more)
-    pieces = 2 * batch * 12 * (LLAMA_8B.q_bytes_per_token + 128) / DeviceModel().memory_bandwidth
-    assert longer > shorter - pieces
+MEASURED = {
+    (8, 500): False,
+    (8, 1000): False,
+    (8, 4000): True,
+    (16, 2000): True,
+    (32, 1000): True,
+    (64, 500): True,
+    (64, 32_000): True,
+}
+"""Decodes over one document on an H200 beside Triton's kernels (docs/results/kernels.md): whether
+ours are faster."""
 
 
-@given(st.integers(2, 64), st.integers(100, 14_000))
-def test_doubt_about_the_cache_never_adds(batch, prefix):
-    assert gain(batch=batch, prefix=prefix) <= gain(batch=batch, prefix=prefix, cache_bytes=0)
+@pytest.mark.parametrize("batch, prefix", MEASURED)
+def test_what_was_faster_on_an_h200_is_picked(batch, prefix):
+    device = {name: getattr(DeviceModel().beside("triton"), name) for name in RATES}
+    assert (gain(batch=batch, prefix=prefix, **device) > 0) == MEASURED[batch, prefix]
+
+
+RATES = ("memory_bandwidth", "cache_bandwidth", "own_bandwidth", "launch_s")

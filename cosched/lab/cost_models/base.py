@@ -37,12 +37,13 @@ class PrefixReads(StrEnum):
         return each_s
 
 
-L2_SPEEDUP = 2.0
-"""Bandwidth of the L2 cache over that of the memory: assumed, 8 over 4.3 TB/s on an H200."""
+L2_SPEEDUP = 1.27
+"""How much faster Triton's kernel reads a prefix again for other requests than distinct slots:
+measured on an H200, median of 48 shapes (docs/results/kernels.md)."""
 
-ONCE_OVERHEAD = 1.1
-"""Bytes of the shared-prefix plan over each token once: 1.03 to 1.09 are counted (docs/kernels.md).
-The kernel is not measured on a GPU yet."""
+ONCE_OVERHEAD = 2.4
+"""Time of the shared-prefix kernels over that in which Triton's kernel reads each token once:
+measured on an H200, median of the same shapes."""
 
 
 class CostModel(Protocol):
