@@ -174,7 +174,7 @@ def test_others_are_asked_where_no_request_of_a_tenant_fits_but_not_for_long():
     assert LAG_S - 0.2 <= used_s <= LAG_S + 0.3
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.integers(0, 10**6), st.sampled_from([None, LAG_S]))
 def test_with_one_tenant_nothing_changes(seed, lag_s):
     rng = random.Random(seed)
@@ -205,7 +205,7 @@ def test_with_one_tenant_nothing_changes(seed, lag_s):
         assert len(plain) == len(shared) and plain.stats() == shared.stats()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.integers(0, 10**6))
 def test_every_request_is_in_one_pass_once_and_the_counts_return_to_nothing(seed):
     rng = random.Random(seed)
