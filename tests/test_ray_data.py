@@ -86,7 +86,7 @@ def test_a_data_set_is_answered_once_in_prefix_order_and_a_restart_resumes(two, 
     assert len(records(out)) == 600
     errors = {one["custom_id"]: one for one in records(out, "errors")}
     assert {name: one["error"]["code"] for name, one in errors.items()} == {
-        None: "invalid_json", "refused": "http_400",
+        None: "invalid_json_line", "refused": "http_400",
     }  # fmt: skip
     assert errors[None]["line"] is None
     first, second = replicas

@@ -50,7 +50,9 @@ def new_batch(body: bytes, *, owner: str) -> NewBatch:
         raise ApiError(str(error), param=found[1] if found else None) from None
     if asked.endpoint not in URLS:
         raise ApiError(
-            f"endpoint must be one of {', '.join(URLS)}, not {asked.endpoint!r}", param="endpoint"
+            f"invalid value: {asked.endpoint!r}. Supported values are: {', '.join(URLS)}",
+            param="endpoint",
+            code="invalid_value",
         )
     expires = asked.output_expires_after
     return NewBatch(

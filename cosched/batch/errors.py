@@ -61,7 +61,7 @@ class StoreUnavailableError(ApiError):
 
 def not_found(kind: str, name: str) -> ApiError:
     """Also for files and batches of other owners."""
-    return ApiError(f"no {kind} {name!r}", status=404, param="id", code="not_found")
+    return ApiError(f"no {kind} found with id {name!r}", status=404, param="id", code="not_found")
 
 
 class Redaction:

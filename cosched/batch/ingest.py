@@ -212,8 +212,8 @@ def _checked(content: BinaryIO, *, endpoint: str, rules: LineRules) -> Iterator[
             if not ids.add(line.custom_id):
                 line = duplicate_of(line)
             elif line.url != endpoint:
-                message = f"url is {line.url}, but the batch is for {endpoint}"
-                line = _bad(line, "mismatched_endpoint", message, "url")
+                message = f"the url {line.url} does not match the batch endpoint {endpoint}"
+                line = _bad(line, "invalid_url", message, "url")
         if isinstance(line, BadLine):
             yield Fault(code=line.code, message=line.message, param=line.param, line=line.number)
             continue

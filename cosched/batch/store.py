@@ -174,7 +174,7 @@ class BatchStore:
             if row.status in (Status.VALIDATING, Status.IN_PROGRESS):
                 self._move(connection, row, Status.CANCELLING, ending=Status.CANCELLED)
             elif row.status != Status.CANCELLING:
-                raise ApiError(f"a batch that is {row.status} cannot be cancelled", status=409)
+                raise ApiError(f"cannot cancel a batch with status {str(row.status)!r}", status=409)
             return _batch_of(_row(connection, name))
 
     def expire_due(self) -> list[str]:

@@ -70,9 +70,9 @@ def test_wrong_lines_fail_the_batch_with_their_numbers(api, stand_in):
     failed = api.wait(api.create(wrong))
     assert failed.status == "failed" and failed.failed_at
     assert [(fault.line, fault.code, fault.param) for fault in failed.errors.data] == [
-        (2, "invalid_json", None),
+        (2, "invalid_json_line", None),
         (3, "duplicate_custom_id", "custom_id"),
-        (4, "mismatched_endpoint", "url"),
+        (4, "invalid_url", "url"),
         (6, "invalid_method", "method"),
         (7, "invalid_custom_id", "custom_id"),
     ]
@@ -130,7 +130,7 @@ def test_cancel_keeps_what_is_finished(api, stand_in):
     # The engine gets the disconnects, and works on nothing more.
     until(lambda: not stand_in.num_in_flight)
     assert stand_in.hung_up
-    with pytest.raises(openai.ConflictError, match="cancelled cannot be cancelled"):
+    with pytest.raises(openai.ConflictError, match="cannot cancel a batch with status 'cancelled'"):
         api.batches.cancel(batch.id)
 
 
@@ -173,7 +173,7 @@ WRONG = [
     ({"completion_window": "1 day"}, "completion_window must be a number and m, h or d"),
     ({"completion_window": "0h"}, "not '0h'"),
     ({"completion_window": "31d"}, "at most 30d"),
-    ({"endpoint": "/v1/images"}, "endpoint must be one of /v1/chat/completions"),
+    ({"endpoint": "/v1/images"}, "Supported values are: /v1/chat/completions"),
     ({"metadata": {str(n): "" for n in range(17)}}, r"length <= 16 - at `\$\.metadata`"),
     ({"metadata": {"k" * 65: ""}}, "length <= 64 - at `key` in"),
     ({"metadata": {"k": "v" * 513}}, r"length <= 512 - at `\$\.metadata"),
@@ -183,7 +183,7 @@ WRONG = [
         "output_expires_after.seconds",
     ),
     ({"output_expires_after": {"anchor": "now", "seconds": 3600}}, "anchor"),
-    ({"input_file_id": "file-0"}, "no file 'file-0'"),
+    ({"input_file_id": "file-0"}, "no file found with id 'file-0'"),
     ({"unheard": 1}, "unheard"),
 ]
 

@@ -68,7 +68,7 @@ def test_outputs_are_those_of_lines_sent_one_by_one(api, job, folder):
     assert job.run(api.url) == 1
     assert job.outcome() == {
         1: ("a", "to a"),
-        3: (None, "invalid_json"),
+        3: (None, "invalid_json_line"),
         4: ("bad", "http_400"),
         5: ("a", "duplicate_custom_id"),
         6: ("b", "to b"),

@@ -12,7 +12,7 @@ from tests.engine.conftest import FLAGS, OFFLINE
 from tests.engine.tiny_models import LATENT, MIXTURE, SIZES
 
 NUM_RANKS = int(os.environ.get("COSCHED_LOCKSTEP_RANKS", "2"))  # or 4
-NUM_REQUESTS = int(os.environ.get("COSCHED_LOCKSTEP_REQUESTS", "24"))
+NUM_REQUESTS = int(os.environ.get("COSCHED_LOCKSTEP_REQUESTS", "15"))
 BINDING = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1|0|1", "OMP_NUM_THREADS": "1"}
 RUN = """
 import json, sys

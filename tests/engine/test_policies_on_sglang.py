@@ -12,7 +12,6 @@ import pytest
 from cosched.core.view import Progress
 from cosched.engine.running import taken_by_guests
 from cosched.papers.bros.policy import BrosOptions, BrosPolicy
-from cosched.policies import POLICIES
 from cosched.schedule.builder import PlanBuilder
 from tests.engine.conftest import (
     OFFLINE,
@@ -67,9 +66,15 @@ SCARCE = {
 }
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("case", [AMPLE, SCARCE], ids=["ample memory", "scarce memory"])
-def test_what_is_answered_does_not_depend_on_the_policy(make_engine, monkeypatch, overlap, case):
+WITHOUT_OVERLAP = {**AMPLE, "names": ("hygen", "cosched", "bros", "own_policy:IdleOnly")}
+
+
+@pytest.mark.parametrize(
+    ("case", "overlap"),
+    [(AMPLE, True), (WITHOUT_OVERLAP, False), (SCARCE, True), (SCARCE, False)],
+    ids=["ample memory", "ample memory, no overlap", "scarce memory", "scarce memory, no overlap"],
+)
+def test_what_is_answered_does_not_depend_on_the_policy(make_engine, monkeypatch, case, overlap):
     monkeypatch.syspath_prepend(EXAMPLES)
     flags = {"overlap": overlap, **case["flags"]}
     answers = ask_all(make_engine(policy="sarathi", **flags), seed=case["seed"])
@@ -173,7 +178,7 @@ def test_cosched_preempts_late_prefills_and_answers_all_requests(make_engine, pa
     assert preempted, "no late prefill was preempted"
 
 
-@pytest.mark.parametrize("name", [name for name in POLICIES if name.startswith("ecoserve")])
+@pytest.mark.parametrize("name", ["ecoserve", "ecoserve-oracle"])
 def test_ecoserve_serves_all_requests_where_lengths_are_badly_known(make_engine, name):
     """A standard deviation of 0.8 of the logarithm (decision 4)."""
     rng = random.Random(len(name))

@@ -42,5 +42,5 @@ def test_a_line_with_any_of_the_values_is_read_or_named_wrong():
         kinds.add(type(line) if isinstance(line, RequestLine) else line.code)
         assert isinstance(line, RequestLine) or (line.message and line.code)
     assert {RequestLine, "invalid_value"} <= kinds
-    assert kinds <= {RequestLine, "invalid_value", "invalid_json", "stream_unsupported",
+    assert kinds <= {RequestLine, "invalid_value", "invalid_json_line", "streaming_unsupported",
                      "background_unsupported", BadLine}  # fmt: skip

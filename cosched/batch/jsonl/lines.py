@@ -110,7 +110,7 @@ def parse_line(
             return bad("invalid_line", f"a line must be a JSON object, not {_kind(entry)}")
         found = entry.get("custom_id")
         if found is None:
-            return bad("missing_custom_id", "custom_id is missing", "custom_id")
+            return bad(*_missing("custom_id"))
         if not isinstance(found, str) or not found:
             message = f"custom_id must be a string with something in it, not {_shown(found)}"
             return bad("invalid_custom_id", message, "custom_id")
@@ -127,13 +127,13 @@ def parse_line(
     except RequestError as error:
         return bad(INVALID_VALUE, str(error), f"body.{error.field}")
     except RecursionError:
-        return bad("invalid_json", "nested too deeply")
+        return bad("invalid_json_line", "this line is not valid JSON: nested too deeply")
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         try:
             line.data.decode()
         except UnicodeDecodeError as wrong:
             return bad("invalid_encoding", f"not UTF-8: {wrong.reason} at byte {wrong.start}")
-        return bad("invalid_json", str(error))
+        return bad("invalid_json_line", f"this line is not valid JSON: {error}")
 
 
 def duplicate_of(line: RequestLine | BadLine) -> BadLine:
@@ -147,8 +147,16 @@ def duplicate_of(line: RequestLine | BadLine) -> BadLine:
     )
 
 
+def _missing(name: str) -> tuple[str, str, str]:
+    return "missing_required_parameter", f"missing required parameter: {name!r}", name
+
+
 def _fault(method: Any, url: Any, body: Any) -> tuple[str, str, str] | None:
-    """Code, message and parameter of the first fault of a line that has an id."""
+    """Code (OpenAI's, where it has one), message and parameter of the first fault of a line that
+    has an id."""
+    for name, value in (("method", method), ("url", url), ("body", body)):
+        if value is None:
+            return _missing(name)
     if method != "POST":
         return "invalid_method", f"method must be POST, not {_shown(method)}", "method"
     if url not in URLS:
@@ -156,7 +164,8 @@ def _fault(method: Any, url: Any, body: Any) -> tuple[str, str, str] | None:
     if not isinstance(body, dict):
         return "invalid_body", f"body must be a JSON object, not {_kind(body)}", "body"
     if body.get("stream") not in (None, False):
-        return "stream_unsupported", "an answer here is one line: leave out stream", "body.stream"
+        message = "streaming is not supported in a batch: leave out stream"
+        return "streaming_unsupported", message, "body.stream"
     if body.get("background") not in (None, False):
         message = "the client waits for the answer: leave out background"
         return "background_unsupported", message, "body.background"

@@ -66,7 +66,7 @@ def test_records_have_the_promised_form_and_are_found_again(files):
         journal.write(failed(journal, 5))
         journal.write(
             journal.records.record(
-                BadLine(number=6, custom_id=None, code="invalid_json", message="m", param=None)
+                BadLine(number=6, custom_id=None, code="invalid_json_line", message="m", param=None)
             )
         )
     with files.open() as journal:
@@ -91,7 +91,7 @@ def test_records_have_the_promised_form_and_are_found_again(files):
         "custom_id": None,
         "line": 6,
         "response": None,
-        "error": {"code": "invalid_json", "message": "m", "param": None, "line": 6},
+        "error": {"code": "invalid_json_line", "message": "m", "param": None, "line": 6},
     }
 
 

@@ -80,13 +80,13 @@ def test_good_and_bad_lines_end_in_their_files(batch):
     assert batch.answered() == ["a", "ü"]
     found = {r["line"]: (r["custom_id"], r["error"]["code"]) for r in batch.failures()}
     assert found == {
-        3: (None, "invalid_json"),
+        3: (None, "invalid_json_line"),
         4: ("a", "duplicate_custom_id"),
         5: (None, "invalid_encoding"),
         6: (None, "line_too_long"),
         8: ("refused", "http_400"),
         9: ("b", "invalid_url"),
-        10: ("c", "stream_unsupported"),
+        10: ("c", "streaming_unsupported"),
     }
     assert all(r["error"]["line"] == r["line"] for r in batch.failures())
     assert (report["counts"]["empty"], report["counts"]["failed"]) == (2, 7)
@@ -220,7 +220,7 @@ def test_failed_lines_are_sent_again_when_asked_for(batch):
         answer(asked) if asked.body["prompt"] == "a0" else Reply(status=404)
     )
     report = batch.run(code=1)
-    assert report["failed_by_code"] == {"http_404": 2, "invalid_json": 1}
+    assert report["failed_by_code"] == {"http_404": 2, "invalid_json_line": 1}
     assert "--retry-failed" in report["message"]
     batch.server.asked.clear()
     batch.server.behave = answer
@@ -299,7 +299,7 @@ def test_validate_checks_all_lines_and_touches_nothing(batch):
     batch.write([line("a"), line("a"), "{", ""])
     report = batch.run("--validate", code=1)
     assert report["counts"] == {"lines": 4, "empty": 1, "valid": 1, "bad": 2}
-    assert report["bad_by_code"] == {"duplicate_custom_id": 1, "invalid_json": 1}
+    assert report["bad_by_code"] == {"duplicate_custom_id": 1, "invalid_json_line": 1}
     assert ":3: invalid_json" in batch.stderr
     assert [path.name for path in batch.folder.iterdir()] == ["in.jsonl"]
 
