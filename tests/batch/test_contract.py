@@ -415,6 +415,7 @@ def test_a_pause_leaves_no_forecast_and_does_not_lower_the_measured_rate(api, st
         "state": "paused",
         "running": told()["running"],
         "finish_s": None,
+        "most_s": None,
         "slack_s": None,
         "is_late": False,
         "miss_chance": None,

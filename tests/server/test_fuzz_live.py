@@ -1,4 +1,4 @@
-"""800 requests of a fuzz to a running server; `scripts/fuzz_server` sends more."""
+"""500 requests of a fuzz to a running server; `scripts/fuzz_server` sends more."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_every_feature_can_be_left_out():
     assert build_parser().parse_args(["--without", *FEATURES]).without == list(FEATURES)
 
 
-NUM_REQUESTS = 800
+NUM_REQUESTS = 500
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def test_no_request_ends_the_server_or_stops_a_chat(server, capsys):
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["num_slow_probes"] == result["num_failures"] == 0
     assert result["num_sent"] == NUM_REQUESTS and result["num_probes"] > 10
-    assert result["statuses"]["200"] > 120 and result["statuses"]["400"] > 120
+    assert result["statuses"]["200"] > 75 and result["statuses"]["400"] > 75
 
 
 @pytest.mark.server
