@@ -9,6 +9,7 @@ import pytest
 
 from cosched.config import ENV_VAR, Config, load_config, parse_config
 from cosched.errors import ConfigError
+from cosched.limits.claims import digest_of
 from cosched.memory.config import EVICTION_ORDERS
 from cosched.policies import POLICIES
 
@@ -74,3 +75,24 @@ def test_a_policy_of_another_package_may_name_its_order(monkeypatch):
     )
     with pytest.raises(ConfigError, match="'fifo' is unknown"):
         Config(policy="nobody:theirs")
+
+
+def test_keys_have_the_names_of_their_owners_and_the_least_of_their_limits():
+    digest = "sha256:" + "ab" * 32
+    text = {
+        "claims": {
+            "keys": {
+                "one": {"name": "acme", "max_running_offline": 5},
+                "two": {"max_running_offline": 3},
+                digest: {"max_running_offline": 2},
+                "*": {"max_running_offline": 1},
+            }
+        },
+        "batches": {"owners": {"acme": ["two"], "bob": ["three"]}},
+    }
+    config = parse_config(json.dumps(text), source="x")
+    names = [*(digest_of(key) for key in ("one", "two", "three")), digest]
+    assert [config.key_names()[name] for name in names] == ["acme", "acme", "bob", "abababab"]
+    assert config.most_running_offline() == {"acme": 3, "abababab": 2, "": 1}
+    with pytest.raises(ConfigError, match="must not have a slash"):
+        parse_config('{"batches": {"owners": {"a/b": ["k"]}}}', source="x")

@@ -3,12 +3,14 @@
 import pytest
 
 from cosched.core.request import RequestClass
+from cosched.engine import port
 from cosched.engine.tracked import TrackedRequest
 from tests.engine.conftest import (
     assert_drained,
     prompt,
     random_traffic,
     view_now,
+    with_virtual_time,
     without_model,
 )
 
@@ -287,3 +289,30 @@ def test_what_an_earlier_job_left_in_the_cache_is_used_first(make_engine):
             engine.submit(f"{head}/{i}", tokens, max_new_tokens=1, priority=OFFLINE)
     expected = [f"{head}/{i}" for head in (3, 1, 2) for i in range(3)]
     assert served(engine)[1:] == expected
+
+
+@pytest.mark.parametrize("policy", ["cosched", "hygen"])
+def test_tenants_of_a_real_scheduler_share_it_and_keep_their_limits(make_engine, policy):
+    """The first tenant's job comes first; the last one's is done long before it."""
+    limits = {"keys": {"k": {"name": "limited", "max_running_offline": 2}}}
+    config = {"claims": limits, "pool": {"tenant_lag_s": 0.02}}
+    engine = with_virtual_time(make_engine(policy=policy, config=config))
+    names = ["many"] * 60 + ["limited"] * 6 + ["few/night"] * 6
+    for i, name in enumerate(names):
+        custom = {"cosched_server": {"name": name}}
+        engine.submit(f"{i:02}", prompt(i, 60), max_new_tokens=8, priority=-1, custom_params=custom)
+    done, most_limited = [], 0
+
+    def look(iteration):
+        nonlocal most_limited
+        running = [req.cosched.tenant for req in port.under_way(engine.scheduler)]
+        most_limited = max(most_limited, running.count("limited"))
+        done.extend(rid for rid, reply in engine.replies.items() if reply.finish_reason)
+
+    engine.run_until_idle(on_iteration=look, max_iterations=5000)
+    assert 1 <= most_limited <= 2
+    ends = {rid: place for place, rid in reversed([*enumerate(dict.fromkeys(done))])}
+    assert max(ends.get(f"{i:02}", 99) for i in range(66, 72)) < 45
+    assert_drained(engine)
+    pool = engine.scheduler.cosched.waiting.offline
+    assert not pool.under_way and not any(t.num_active for t in pool.tenants.values())
