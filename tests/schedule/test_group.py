@@ -105,6 +105,25 @@ def test_time_that_a_prefill_of_another_rank_takes_is_free_for_offline_work(name
     assert 2 * TPOT_S < chat_s - 0.02 < seconds <= chat_s + 1e-9
 
 
+def test_decodes_of_other_ranks_wait_for_a_piece_of_a_prompt_unless_there_is_other_work():
+    def seconds(*, num_offline=0, ago_s=0.1, **other):
+        long = replace(chat(num_tokens=1500), arrival_s=10.0 - ago_s)
+        own = view_of(online=[long], running=(replying(num_tokens=6),), offline=work(num_offline))
+        decodes = view_of(running=(replying("other", num_tokens=6),), **other)
+        first = needs_of("cosched", decodes).alone_s
+        own = replace(own, others=OtherRanks(alone_s=first))
+        decodes = replace(decodes, others=OtherRanks(alone_s=needs_of("cosched", own).alone_s))
+        needs = [needs_of("cosched", view) for view in (own, decodes)]
+        own = replace(own, others=others_of(needs, 0))
+        return seconds_of(plan_of("cosched", own), own)
+
+    piece_s = seconds()
+    assert piece_s < TPOT_S
+    assert seconds(num_offline=2) > 2 * piece_s
+    assert seconds(offline=work()) > 2 * piece_s
+    assert seconds(ago_s=0.6) > 2 * piece_s
+
+
 @policies
 def test_decodes_of_other_ranks_set_the_pace(name):
     """What a rank's decodes can catch up depends on the slowest rank."""
