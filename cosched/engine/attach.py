@@ -15,9 +15,10 @@ from cosched.engine.clock import Clock, EngineClock
 from cosched.engine.controller import Controller
 from cosched.engine.cpu import run_uncompiled
 from cosched.engine.decisions import DecisionLog
+from cosched.engine.decode_role import DecodeRole
 from cosched.engine.exporter import MetricsExporter
 from cosched.engine.faults import RequestFaults
-from cosched.engine.group import Group
+from cosched.engine.group import Group, Microbatches
 from cosched.engine.guard import Guard
 from cosched.engine.identity import given_predictor
 from cosched.engine.isolated import IsolatedWatch
@@ -66,11 +67,13 @@ def attach(scheduler: Any, config: Config) -> None:
     """
     run_uncompiled(scheduler.server_args)
     guard = Guard(is_strict=config.strict)
-    observer = IterationObserver(scheduler, clock=EngineClock(), guard=guard)
+    observer = IterationObserver(
+        scheduler, clock=EngineClock(), guard=guard, num_stages=port.parallel().num_stages
+    )
     scheduler.cosched_observer = observer
     scheduler.cosched_faults = RequestFaults(scheduler, guard)
     logs: dict[str, Log] = {}
-    if config.iteration_log is not None and port.parallel().tp_rank == 0:
+    if config.iteration_log is not None and port.parallel().plans:
         logs["iteration"] = iteration_log = IterationLogFile(_log_path(config.iteration_log))
         observer.add_listener(iteration_log)
     entry = policy_entry(config.policy)
@@ -84,14 +87,14 @@ def attach(scheduler: Any, config: Config) -> None:
             raise ConfigError(f"kv.bidirectional_pages cannot be had here: {reason}")
         bidirectional.share_pages(scheduler)
     port.mix_only_decodes(scheduler)
-    if port.parallel().tp_rank == 0:
+    if port.parallel().plans:
         logger.info("cosched: %s", describe(config, scheduler.server_args))
     scheduler.cosched = controller = _controller(scheduler, entry, config, observer, guard)
     controller.logs = logs
     labels = port.metric_labels(scheduler)
-    if labels is not None:
+    if labels is not None and port.parallel().stage == 0:
         controller.export_to(MetricsExporter(controller, labels))
-    if config.decision_log is not None and port.parallel().tp_rank == 0:
+    if config.decision_log is not None and port.parallel().plans:
         logs["decision"] = decisions = DecisionLog(
             _log_path(config.decision_log),
             policy=config.policy,
@@ -124,15 +127,21 @@ def _controller(
         given_predictor(scheduler.server_args, lambda: scheduler.model_config, config),
         graphs=port.graph_sizes_of(scheduler),
     )
-    ranks = None
-    parallel = port.parallel()
-    if parallel.tp_size > 1:
-        ranks = Ranks(port.rank_group(scheduler), is_source=parallel.tp_rank == 0)
-    is_source = ranks is None or ranks.is_source
+    ranks: Ranks | None = None
+    group: Group | Microbatches | None = None
+    parallel, is_source = port.parallel(), port.parallel().plans
+    if not parallel.is_alone:
+        ranks = Ranks(
+            port.rank_group(scheduler) if parallel.tp_size > 1 and parallel.stage == 0 else None,
+            is_source=is_source,
+            relay=port.Relay(scheduler) if parallel.num_stages > 1 else None,
+        )
+    if parallel.num_stages > 1 and is_source:
+        group = Microbatches(partial(port.microbatch, scheduler), guard)
     if parallel.group_size > 1:
         assert parallel.dp_rank is not None
         port.drop_prefill_delayer(scheduler)
-        observer.group = Group(
+        group = observer.group = Group(
             partial(port.exchange, scheduler),
             guard,
             rank=parallel.dp_rank,
@@ -224,7 +233,7 @@ def _controller(
         if is_source
         else None,
         ranks=ranks,
-        group=observer.group,
+        group=group,
         last_moment=last_moment,
         isolated=isolated,
         kv=kv,
@@ -235,6 +244,9 @@ def _controller(
     )
     if port.host_total(scheduler):
         controller.use_transfer(transfer_s_of(scheduler, config.kv.host_bandwidth_gb_s))
+    if port.only_decodes():
+        scheduler.cosched_decode_role = DecodeRole(controller)
+        return controller
     for req in scheduler.waiting_queue:
         waiting.append(req)
     scheduler.waiting_queue = waiting

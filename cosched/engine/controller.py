@@ -28,7 +28,7 @@ from cosched.engine import port
 from cosched.engine.clock import EngineClock
 from cosched.engine.decisions import DecisionLog
 from cosched.engine.exporter import MetricsExporter
-from cosched.engine.group import Group
+from cosched.engine.group import Group, Microbatches
 from cosched.engine.guard import Guard
 from cosched.engine.isolated import IsolatedWatch
 from cosched.engine.kv import KvManager
@@ -72,7 +72,7 @@ class Controller:
     waiting      stands in for SGLang's waiting queue
     timekeeper   None: another tensor-parallel rank plans, and this one applies its plans
     ranks        None: there is one rank
-    group        None: no other ranks step together with this one
+    group        None: no other ranks step together with this one, and there is no pipeline
     last_moment  None: an iteration is planned as soon as the one before it runs, or has ended
     isolated     None: there is no tolerance beside the targets
     kv           None: SGLang's own eviction order holds
@@ -98,7 +98,7 @@ class Controller:
     recompute: RecomputeBudget
     timekeeper: Timekeeper | None
     ranks: Ranks | None
-    group: Group | None
+    group: Group | Microbatches | None
     last_moment: LastMoment | None
     isolated: IsolatedWatch | None
     kv: KvManager | None
@@ -113,8 +113,8 @@ class Controller:
     iteration: Iteration | None = None  # planned, and not launched yet
     split: SplitBatch | None = None
     """Of the iteration that is being built, when the decode of some requests is paused."""
-    must_decode: bool = False
-    """See `BatchRules`."""
+    must_decode: set[int] = field(default_factory=set)
+    """Microbatches of which `BatchRules.must_decode` holds."""
     latest_plan: Plan = EMPTY_PLAN
     _before: _Before | None = None
     _agreed: SchedulerView | None = None  # of the plan that is due, where ranks step together
@@ -160,7 +160,8 @@ class Controller:
             plan = self._after_draining(plan, running_batch)
         taken = self.table.promise(plan, self.waiting, running_batch, scheduler.chunked_req)
         self._preempt(plan, running_batch)
-        self.must_decode = False
+        due = port.microbatch(scheduler)
+        self.must_decode.discard(due)
         self.split = split(running_batch, plan.paused) if plan.paused else None
         if self.split is not None:
             running_batch = self.split.active
@@ -178,7 +179,8 @@ class Controller:
         self._admit(candidates, left)
         if batch is not None:
             self.counters.count_prefills(batch)
-            self.must_decode = not port.decodes_of(batch) and not running_batch.is_empty()
+            if not port.decodes_of(batch) and not running_batch.is_empty():
+                self.must_decode.add(due)
             count_resumed(batch)
         return batch, running_batch
 
@@ -236,7 +238,7 @@ class Controller:
     def idle(self) -> None:
         """The scheduler has looked for requests, and has nothing to do."""
         self.arrivals.looked(self.clock.now_s())
-        if self.exporter is not None:
+        if self.exporter is not None and not self.observer.is_busy:
             with self.guard.watching("metrics"):
                 self.exporter.idle()
 
@@ -248,12 +250,13 @@ class Controller:
         is_again: the plan before this one was discarded; the policy is asked with the state that it
         had before that.
         """
-        plan = None if self.timekeeper is None else self._plan(running_batch, is_again)
+        plan = None
+        if self.timekeeper is not None:
+            with port.pinning_chunk(self.scheduler):
+                plan = self._plan(running_batch, is_again)
         reads = () if self.storage is None or plan is None else self.storage.due()
         if self.ranks is not None:
-            own = None
-            if plan is not None:
-                own = Shared(plan, self._evictions(plan, running_batch), reads)
+            own = None if plan is None else Shared(plan, self._evicted(plan, running_batch), reads)
             plan, evictions, reads = self.ranks.share(own)
             if self.kv is not None:
                 self.kv.give(evictions)
@@ -310,7 +313,7 @@ class Controller:
             moment=moment,
             predictor=self.predictor,
             tokens_per_decode=self.table.tokens_per_decode,
-            must_decode=self.must_decode,
+            must_decode=port.microbatch(self.scheduler) in self.must_decode,
             why_blocked=self._why_blocked,
             lengths=self.lengths,
             table=self.table,
@@ -349,10 +352,9 @@ class Controller:
         if stops_running or not plan.prefill:
             self.counters.num_replans += 1
             return self.plan(running_batch, is_again=True)
-        left = {req.rid for req in running_batch.reqs}
-        return replace(plan, paused=plan.paused & left)
+        return replace(plan, paused=plan.paused & {req.rid for req in running_batch.reqs})
 
-    def _evictions(self, plan: Plan, running_batch: Any) -> Sequence[Eviction] | None:
+    def _evicted(self, plan: Plan, running_batch: Any) -> Sequence[Eviction] | None:
         """What is evicted for a plan on all ranks; None: the engine's order holds."""
         if self.kv is None or self.kv.core.is_off:
             return None
@@ -383,14 +385,12 @@ class Controller:
         if unfinished is not None and unfinished.rid in modes:
             scheduler.chunked_req = None
             self._put_back(unfinished, modes[unfinished.rid])
-        keep_indices = []
-        for index, req in enumerate(running_batch.reqs):
-            if req.rid in modes:
-                self._put_back(req, modes[req.rid])
-            else:
-                keep_indices.append(index)
-        if len(keep_indices) < len(running_batch.reqs):
-            running_batch.filter_batch(keep_indices=keep_indices)
+        stopped = [req for req in running_batch.reqs if req.rid in modes]
+        for req in stopped:
+            self._put_back(req, modes[req.rid])
+        if stopped:
+            keep = [i for i, req in enumerate(running_batch.reqs) if req.rid not in modes]
+            running_batch.filter_batch(keep_indices=keep)
 
     def _put_back(self, req: Any, mode: PreemptMode) -> None:
         """Release the memory of a preempted request and queue it again."""
@@ -450,7 +450,7 @@ class Controller:
     def abandon(self, requests: Sequence[TrackedRequest]) -> None:
         """The iteration was taken back: these requests have released their memory and wait."""
         self.iteration = self.split = None
-        self.must_decode = False
+        self.must_decode.clear()
         for tracked in requests:
             self.table.forget(tracked)
         self._log(lambda log: log.abandoned())

@@ -17,6 +17,7 @@ time of the batch that was predicted to be the longest of the group.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -109,6 +110,33 @@ class Group:
                     taken_s=self.others.alone_s, offline_s=allowed_s, must_decode=True
                 )
         return waits[self._rank]
+
+
+class Microbatches:
+    """Those of a pipeline take turns: in the time of an iteration (`Iteration.duration_s`) each of
+    the others has one too. So none may last longer than the online requests of any other allow, as
+    of its latest plan. In place of `Group`, without an exchange: one rank plans for all."""
+
+    def __init__(self, due: Callable[[], int], guard: Guard) -> None:
+        """due: number of the one that is planned"""
+        self._due = due
+        self._guard = guard
+        self._needs: dict[int, RankNeeds] = {}
+        self.others: OtherRanks = NO_OTHERS
+
+    def agree(self, policy: Policy[Any], view: SchedulerView | None) -> None:
+        """As `Group.agree`."""
+        due = self._due()
+        self._needs[due] = RankNeeds()
+        numbers = [*self._needs]
+        others = others_of([self._needs[n] for n in numbers], numbers.index(due))
+        if view is not None and not self._guard.has_given_up:
+            view.others = OtherRanks(alone_s=others.alone_s)
+            with self._guard.watching("needs"):
+                self._needs[due] = cast("GroupPolicy[Any]", policy).needs(view)
+        self.others = others._replace(taken_s=-math.inf)  # no time is free: the others come next
+        if view is not None:
+            view.others = self.others
 
 
 def _totals_of(numbers: Sequence[float]) -> BatchTotals:

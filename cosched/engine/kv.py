@@ -110,7 +110,7 @@ class KvManager:
         self.leaves = Leaves(ORDERS[config.eviction](value), value)
         self.copies: Leaves | None = None
         """Copies in host memory that can be given up; None: there is no host memory."""
-        self._is_ranked = port.parallel().tp_size > 1
+        self._is_ranked = not port.parallel().is_alone
         if scheduler.enable_hierarchical_cache:
             order = LeastRecentlyUsed() if self._is_ranked else CopyOrder(value)
             self.copies = Leaves(order, value, slot="host_rank")

@@ -7,6 +7,11 @@ waited too long (`LastMoment`), the time counts from the launch, or until the en
 the wait counted as iteration time, the next wait would be longer still. With the overlap scheduler
 the host sees a result only after it has launched the next iteration; the device's event says when
 it was ready.
+
+In a pipeline iterations overlap: each of `num_stages` computes a part of one. The time of one is
+that from its launch until its result, or `num_stages` times what it adds to those before it,
+whichever is less: what follows a longer one waits for that, and what is longer than the one before
+it leaves stages idle. In that time the other microbatches have an iteration each.
 """
 
 from __future__ import annotations
@@ -87,12 +92,16 @@ class IterationObserver:
     `launch` and `finish` stand around SGLang's `run_batch` and before `process_batch_result`.
     """
 
-    def __init__(self, scheduler: Any, *, clock: EngineClock, guard: Guard) -> None:
-        """guard: what fails here is left out; the batch runs all the same."""
+    def __init__(
+        self, scheduler: Any, *, clock: EngineClock, guard: Guard, num_stages: int = 1
+    ) -> None:
+        """guard: what fails here is left out; the batch runs all the same. num_stages: of the
+        pipeline"""
         self._scheduler = scheduler
         self._guard = guard
         self.clock = clock
-        self._is_synchronous = port.runs_on_cpu(scheduler)
+        self._num_stages = num_stages
+        self._is_synchronous = port.runs_on_cpu(scheduler) and num_stages == 1
         self._prefixes: RunningPrefixes | None = None
         if reads_once():
             self._prefixes = RunningPrefixes.of(scheduler)
@@ -172,16 +181,32 @@ class IterationObserver:
         for iteration in self._in_flight:
             if iteration.duration_s is not None:
                 continue
+            if self._num_stages > 1:
+                own_s = iteration.predicted_s or 0.0
+                begun_s = max(iteration.launched_s + own_s, begun_s + own_s / self._num_stages)
+                end_s = max(now_s, begun_s)
+                continue
             if not iteration.follows:  # else host time before its launch is in the prediction
                 begun_s = max(begun_s, iteration.launched_s)
             begun_s += iteration.predicted_s or 0.0
             end_s = max(now_s, begun_s)
         return end_s
 
+    def expected_start_s(self, now_s: float, mean_s: float) -> float:
+        """When an iteration that is launched now begins [s]. mean_s: of iterations; in a pipeline
+        such a one would begin as long before the end of those under way as stages are free."""
+        end_s = self.expected_end_s(now_s)
+        return max(now_s, end_s - (1 - 1 / self._num_stages) * mean_s)
+
     @property
     def latest_shape(self) -> BatchShape:
         """Of what was launched last; empty where its result is there."""
         return self._in_flight[-1].shape if self._in_flight else BatchShape()
+
+    @property
+    def is_busy(self) -> bool:
+        """A batch is under way: perhaps another microbatch of a pipeline."""
+        return bool(self._in_flight)
 
     def has_run_dry(self) -> bool:
         """The device has finished the last launch, and its result was not taken yet."""
@@ -212,13 +237,16 @@ class IterationObserver:
         """The iteration of a result, once it is there; waits for it. None: its launch was not
         seen, or it was idle."""
         iteration: Iteration | None = getattr(result, "cosched", None)
+        if self._num_stages > 1 and self._in_flight:
+            iteration = self._in_flight[0]  # this result came from the last stage
         if iteration is None:
             return None
         self._in_flight.remove(iteration)
         if result is self._latest:
             self._latest = None
         if iteration.duration_s is None:
-            port.wait_for(self._scheduler, result)
+            if self._num_stages == 1:  # else the loop has waited
+                port.wait_for(self._scheduler, result)
             self._end(iteration, self.clock.now_s())
         self._charge(iteration)
         self.num_iterations += 1
@@ -234,6 +262,10 @@ class IterationObserver:
         on_device_s = max(iteration.launched_s, self._last_done_s)
         iteration.start_s = self._last_done_s if iteration.follows else on_device_s
         iteration.duration_s = done_s - iteration.start_s
+        if self._num_stages > 1 and on_device_s > iteration.launched_s:  # one was before it
+            added_s = done_s - on_device_s
+            iteration.duration_s = min(done_s - iteration.launched_s, self._num_stages * added_s)
+            iteration.start_s = done_s - iteration.duration_s
         iteration.device_s = done_s - on_device_s
         self.busy_s += iteration.device_s
         self._last_done_s = done_s

@@ -70,7 +70,8 @@ class OfflineGate:
 
     @property
     def _waiting(self) -> WaitingQueue | None:
-        waiting = self._scheduler.waiting_queue
+        role = getattr(self._scheduler, "cosched_decode_role", None)
+        waiting = self._scheduler.waiting_queue if role is None else role.waiting
         return waiting if isinstance(waiting, WaitingQueue) else None
 
     @property

@@ -1,13 +1,14 @@
-"""One plan for all tensor-parallel ranks of a replica.
+"""One plan for all tensor-parallel ranks and pipeline stages of a replica.
 
 Each rank runs its own scheduler, and all must do the same. Rank 0 plans and sends its plan, so
 inputs of the plan (clocks, a predictor that learns from floating-point sums, failures) may differ
-on other ranks. The requests do not: SGLang gives every rank the same ones in the same order.
+on other ranks. The requests do not: SGLang gives every rank the same ones in the same order. Later
+stages of a pipeline run the same batches later: each plan goes from stage to stage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -47,18 +48,36 @@ class _Message(msgspec.Struct, array_like=True, frozen=True):
 class Ranks:
     """The ranks that schedule together. All of them call `share` equally often."""
 
-    def __init__(self, group: Any, *, is_source: bool) -> None:
-        """group: a process group on the CPU; is_source: this rank plans."""
+    def __init__(
+        self,
+        group: Any | None,
+        *,
+        is_source: bool,
+        relay: Callable[[bytes | None], bytes] | None = None,
+    ) -> None:
+        """group: a process group on the CPU, of the ranks of the first stage, None: one rank, or a
+        later stage; is_source: this rank plans; relay: to the other stages, None: there are none"""
         self.is_source = is_source
         self._group = group
+        self._relay = relay
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(_Message)
         self._buffer = torch.zeros(_BUFFER_BYTES, dtype=torch.uint8)
 
     def share(self, own: Shared | None) -> Shared:
-        """The plan of rank 0; the others pass None. One message of 8 KB, and a second one for the
-        rest."""
-        message = b"" if own is None else self._encode(own)
+        """The plan of rank 0; the others pass None."""
+        message = None if own is None else self._encode(own)
+        if self._group is not None:
+            message = self._broadcast_message(message or b"")
+        if self._relay is not None:
+            message = self._relay(message)
+        if own is not None:
+            return own
+        assert message is not None, "one of the two brings it"
+        return _shared_of(self._decoder.decode(message))
+
+    def _broadcast_message(self, message: bytes) -> bytes:
+        """One message of 8 KB, and a second one for the rest."""
         buffer = self._buffer
         if self.is_source:
             head = len(message).to_bytes(_HEADER_BYTES, "little") + message[: self._most]
@@ -70,13 +89,13 @@ class Ranks:
             if self.is_source:
                 rest[:] = torch.frombuffer(bytearray(message[self._most :]), dtype=torch.uint8)
             self._broadcast(rest)
-        if own is not None:
-            return own
+        if self.is_source:
+            return message
         end = _HEADER_BYTES + min(num_bytes, self._most)
         message = buffer[_HEADER_BYTES:end].numpy().tobytes()
         if num_bytes > self._most:
             message += rest.numpy().tobytes()
-        return _shared_of(self._decoder.decode(message))
+        return message
 
     @property
     def _most(self) -> int:

@@ -150,16 +150,20 @@ class RunningTable:
             return {}
         return taken_by_guests([req.cosched for req in batch.reqs])
 
-    def follow(self, batch: Any) -> Running:
-        """The requests of a running batch that have not ended. O(1) for each new one and a few
-        array operations for all others."""
-        rows = port.rows_of(batch)
+    def follow(self, batch: Any, elsewhere: Iterable[port.Elsewhere] = ()) -> Running:
+        """The requests of a running batch, and `elsewhere`, that have not ended. O(1) for each new
+        one and a few array operations for all others."""
+        reqs, rows = batch.reqs, port.rows_of(batch)
         if self._decode_reserve == 1:
             computed = allocated = port.computed_of(batch)
         else:
             computed, allocated = port.committed_of(batch), port.allocated_of(batch)
+        for part in elsewhere:
+            reqs = [*reqs, *part.reqs]
+            rows = np.concatenate((rows, part.rows))
+            computed = allocated = np.concatenate((computed, part.computed))
         new = (self._read[rows] != self._generations[rows]).nonzero()[0].tolist()
-        over = [place for place in new if not self._look_at(batch.reqs[place], int(rows[place]))]
+        over = [place for place in new if not self._look_at(reqs[place], int(rows[place]))]
         if over:
             rows, computed, allocated = (
                 np.delete(one, over) for one in (rows, computed, allocated)

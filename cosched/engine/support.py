@@ -18,8 +18,6 @@ from cosched.policies import POLICIES, policy_entry
 EVICTION_FLAG = "--radix-eviction-policy"
 
 REFUSED_ARGUMENTS: tuple[tuple[str, Any, str], ...] = (
-    ("disaggregation_mode", "null", "prefill/decode disaggregation has no shared iteration"),
-    ("pp_size", 1, "pipeline parallelism plans several micro-batches at once"),
     ("dllm_algorithm", None, "diffusion language models have no decode iterations"),
     ("enable_pdmux", False, "PD multiplexing schedules prefill and decode on its own"),
     ("min_free_slots_delay", None, "the slot delay would undo the plan"),
@@ -129,6 +127,8 @@ def why_sglang_evicts(resolved: Any, config: Config) -> str | None:
 
     if not config.named_kv().is_ours:
         return None
+    if resolved.disaggregation_mode == "decode":
+        return "a decode server (--disaggregation-mode) has no radix tree"
     for name in ("enable_lmcache", "enable_flexkv"):
         if getattr(resolved, name):
             return f"{_flag(name)} replaces SGLang's radix tree"
@@ -148,8 +148,11 @@ def why_sglang_evicts(resolved: Any, config: Config) -> str | None:
 
 
 def _refused(server_args: Any, resolved: Any, config: Config) -> Iterator[str]:
+    decodes = resolved.disaggregation_mode == "decode"
     for name, expected, why in REFUSED_ARGUMENTS:
         value = getattr(resolved, name)
+        if decodes and name == "disable_radix_cache":
+            continue  # SGLang's default there: nothing is computed again
         if value == expected or (expected in (False, None) and not value):
             continue
         given = getattr(server_args, name)
@@ -167,6 +170,8 @@ def _refused(server_args: Any, resolved: Any, config: Config) -> Iterator[str]:
         )
     yield from _refused_model(server_args, resolved, config)
     yield from _refused_group(resolved, config)
+    yield from _refused_stages(server_args, resolved, config)
+    yield from _refused_roles(resolved, config)
     order, kv = resolved.radix_eviction_policy, config.named_kv()
     if order != ("lru" if kv.is_ours else kv.eviction):
         yield (
@@ -233,6 +238,62 @@ def _refused_group(resolved: Any, config: Config) -> Iterator[str]:
         yield "--enable-dp-attention cannot go with tolerance: other ranks' requests slow one down"
     if resolved.attn_cp_size > 1:
         yield "--enable-dp-attention with --attn-cp-size is not supported; drop one of them"
+
+
+def _refused_stages(server_args: Any, resolved: Any, config: Config) -> Iterator[str]:
+    """With pipeline parallelism."""
+    from sglang.srt.arg_groups.overrides import model_config_of
+
+    if resolved.pp_size == 1:
+        return
+    if not policy_entry(config.policy).groups:
+        able = choices(name for name, entry in POLICIES.items() if entry.groups)
+        yield (
+            f"--pp-size {resolved.pp_size} cannot go with --cosched-policy {config.policy}: its "
+            f"plans do not know of other microbatches; choose from {able}"
+        )
+    if config.tolerance is not None:
+        yield f"--pp-size {resolved.pp_size} cannot go with tolerance: microbatches share the time"
+    for name in ("speculative_algorithm", "enable_hierarchical_cache", "enable_dp_attention"):
+        if getattr(resolved, name):
+            yield f"--pp-size with {_flag(name)} is not tested with a policy; drop one of them"
+    if model_config_of(server_args).is_hybrid_swa or has_states(server_args):
+        yield f"--pp-size with states or sliding windows is not tested with a policy; {_WAY_OUT}"
+
+
+def _refused_roles(resolved: Any, config: Config) -> Iterator[str]:
+    """With PD disaggregation."""
+    mode, policy = resolved.disaggregation_mode, config.policy
+    if mode == "prefill":
+        yield (
+            f"--disaggregation-mode prefill cannot go with --cosched-policy {policy}: SGLang's "
+            "loop of that role is not planned; --cosched-policy priority puts online first there"
+        )
+    if mode != "decode":
+        return
+    if not policy_entry(policy).groups:
+        able = choices(name for name, entry in POLICIES.items() if entry.groups)
+        yield (
+            f"--disaggregation-mode decode cannot go with --cosched-policy {policy}: choose from "
+            f"{able}"
+        )
+    if config.tolerance is not None:
+        yield "--disaggregation-mode decode cannot go with tolerance: it bounds prefills"
+    names = (
+        "speculative_algorithm",
+        "enable_hierarchical_cache",
+        "enable_dp_attention",
+        "enable_pd_role_switch",
+        "disaggregation_decode_enable_radix_cache",
+        "disaggregation_decode_enable_offload_kvcache",
+    )
+    for name in names:
+        if getattr(resolved, name):
+            yield f"a decode server with {_flag(name)} is not tested with a policy; drop the flag"
+    if resolved.disaggregation_decode_host_receive_threshold < 1:
+        yield "a decode server whose KV comes to host memory is not tested with a policy"
+    if resolved.pp_size > 1:
+        yield f"a decode server with --pp-size {resolved.pp_size} is not supported; drop the flag"
 
 
 def _why_no_shared_pages(resolved: Any) -> str | None:

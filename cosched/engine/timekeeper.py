@@ -85,7 +85,7 @@ class Timekeeper:
             self._mean_s += share * (iteration.seconds - self._mean_s)
         if self._predictor is not None:
             self._learn(done, self._predictor)
-            start_s = self._observer.expected_end_s(now_s)
+            start_s = self._observer.expected_start_s(now_s, self._mean_s)
         return Moment(now_s, start_s, self._mean_s, ended)
 
     @staticmethod

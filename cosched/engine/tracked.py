@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import contextlib
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from cosched.core.request import PLAIN, LateReason, RequestClass, Slo, Traits
@@ -165,6 +167,15 @@ class TrackedRequest:
     @property
     def num_preemptions(self) -> int:
         return port.num_retractions(self.req)
+
+    @contextlib.contextmanager
+    def pinned(self) -> Iterator[None]:
+        """Plans cannot preempt it meanwhile."""
+        traits, self.traits = self.traits, replace(self.traits, can_preempt=False)
+        try:
+            yield
+        finally:
+            self.traits = traits
 
     def promise(self, num_tokens: int) -> None:
         """A plan sets KV aside for `num_tokens` output tokens, generated ones included."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -103,6 +104,12 @@ class SchedulerView:
     def _running(self) -> Running:
         return self._table.follow(self._batch)
 
+    @cached_property
+    def _holders(self) -> Running:
+        """With those of other microbatches, which hold KV and will take more."""
+        parts = [*port.elsewhere(self._scheduler)]
+        return self._table.follow(self._batch, parts) if parts else self._running
+
     @property
     def running(self) -> Sequence[TrackedRequest]:
         return self._running.everyone
@@ -129,7 +136,7 @@ class SchedulerView:
 
     def outlook(self) -> Outlook:
         kv_tree = None if self._kv is None else self._kv.kv_tree
-        return self._table.outlook(self._running, kv_tree=kv_tree, gain_of=self.preemption_gain)
+        return self._table.outlook(self._holders, kv_tree=kv_tree, gain_of=self.preemption_gain)
 
     def progress(self) -> Progress:
         return self._running.progress
@@ -158,12 +165,16 @@ class SchedulerView:
 
     @property
     def offline_limits(self) -> OfflineLimits:
-        return self._waiting.offline_limits
+        limits, offline = self._waiting.offline_limits, RequestClass.OFFLINE
+        if limits.max_running is None:
+            return limits
+        num_here, num = (len(r.by_class[offline].requests) for r in (self._running, self._holders))
+        return replace(limits, max_running=max(limits.max_running - (num - num_here), 0))
 
     @cached_property
     def kv(self) -> KvState:
         scheduler = self._scheduler
-        running = self._running
+        running = self._holders
         own = own_tokens(self.unfinished, running.own())
         remaining, certain = running.to_come()
         return KvState(

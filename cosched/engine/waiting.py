@@ -102,6 +102,25 @@ class WaitingQueue:
         return len(self.offline) > 0 and self.offline_limits.most_running != 0
 
     def append(self, req: Any) -> None:
+        tracked = self.track(req)
+        self._all.add(tracked)
+        self._rids.add(tracked.rid)
+        if tracked.num_output_tokens:
+            self._preempted[tracked.rid] = tracked
+        if tracked.request_class is RequestClass.ONLINE:
+            self.online.add(tracked)
+            if self.kv is not None:
+                with self._guard.watching("kv"):
+                    self.kv.online_waits(tracked)
+        else:
+            with self._pool() as pool:
+                pool.add(tracked)
+                self._refer(tracked, 1)
+        tracked.num_queued_tokens = req.seqlen
+        self.num_tokens += tracked.num_queued_tokens
+
+    def track(self, req: Any) -> TrackedRequest:
+        """What is kept of a request, since it first came."""
         tracked = TrackedRequest.of(req)
         if tracked is None:
             now_s = self.clock.now_s()
@@ -119,21 +138,7 @@ class WaitingQueue:
             if self.isolated is not None:
                 with self._guard.watching("tolerance"):
                     self.isolated.arrived(tracked)
-        self._all.add(tracked)
-        self._rids.add(tracked.rid)
-        if tracked.num_output_tokens:
-            self._preempted[tracked.rid] = tracked
-        if tracked.request_class is RequestClass.ONLINE:
-            self.online.add(tracked)
-            if self.kv is not None:
-                with self._guard.watching("kv"):
-                    self.kv.online_waits(tracked)
-        else:
-            with self._pool() as pool:
-                pool.add(tracked)
-                self._refer(tracked, 1)
-        tracked.num_queued_tokens = req.seqlen
-        self.num_tokens += tracked.num_queued_tokens
+        return tracked
 
     def remove_rid(self, rid: str) -> TrackedRequest:
         """Take out a request that is admitted. KeyError when it does not wait."""

@@ -134,6 +134,14 @@ def freeze_imports() -> None:
     gc.freeze()
 
 
+class _StopsLoop(Exception):
+    """Of an event loop."""
+
+
+_STOP = ["stop"]
+"""In place of requests, to later stages of a pipeline."""
+
+
 class LocalEngine:
     """One scheduler and its requests; a context manager.
 
@@ -298,23 +306,44 @@ class LocalEngine:
 
     def run(self, until: Callable[[], bool]) -> None:
         """Run SGLang's event loop. `until` is called before each iteration; the first iteration in
-        which it returns True is the last one."""
+        which it returns True is the last one. Later stages of a pipeline follow the first one."""
         scheduler = self.scheduler
 
+        stages = scheduler.pp_group
+        num_more = 0 if stages.world_size == 1 else 2 * stages.world_size
+        """Iterations after the last one, in which the outputs reach the later stages."""
+
+        def later_ingest(**options: Any) -> list[Any]:
+            received: list[Any] = scheduler.request_receiver._pull_raw_reqs()
+            if received == _STOP:
+                stop()
+            scheduler.process_input_requests(received)
+            return received
+
+        def stop() -> None:
+            if not stages.is_last_rank:
+                scheduler._pp_send_pyobj_to_next_stage(_STOP)
+            raise _StopsLoop  # that of a pipeline has no end
+
         def ingest(**options: Any) -> list[Any]:
+            nonlocal num_more
             controller = getattr(scheduler, "cosched", None)
             if controller is not None:
                 controller.wait_for_requests()
-            if until():
+            if until() or scheduler.gracefully_exit:
                 scheduler.gracefully_exit = True
+                num_more -= 1
+                if num_more == 0:
+                    stop()
             inbox, self._inbox[:] = list(self._inbox), []
             scheduler.process_input_requests(inbox)
             return inbox
 
-        scheduler.ingest_requests = ingest
+        scheduler.ingest_requests = ingest if stages.is_first_rank else later_ingest
         scheduler.gracefully_exit = False
         try:
-            scheduler.run_event_loop()
+            with contextlib.suppress(_StopsLoop):
+                scheduler.run_event_loop()
         finally:
             scheduler.gracefully_exit = False
             del scheduler.ingest_requests

@@ -27,7 +27,8 @@ class PolicyEntry:
     pool          order of waiting offline requests, unless the configuration says; None: arrival
     eviction      which KV goes first, unless the configuration says (`KvConfig.eviction`)
     tolerates     it keeps the slowdown of online requests within `Config.tolerance`
-    groups        it plans ranks that step together (DP attention): it is a `GroupPolicy`
+    groups        it plans ranks that step together (DP attention) and the microbatches of a
+                  pipeline: it is a `GroupPolicy`
     timed         its plans depend on time: the latency predictor is kept up to date, and all ranks
                   use one clock
     early         an iteration is planned as soon as the one before it runs (`Config.plan_early`)

@@ -18,17 +18,19 @@ INTERNALS: Mapping[str, tuple[str, ...]] = {
     f"sglang.srt.{target}": tuple(names.split())
     for target, names in {
         "managers.scheduler.Scheduler": """
-            _add_request_to_queue _pending_chunked_abort_req _prefetch_kvcache
-            _release_aborted_request _sched_idled attn_dp_enabled attn_tp_cpu_group beam_coordinator
-            chunked_prefill_size chunked_req collect_inflight_reqs cur_batch_for_debug device
-            dllm_config enable_hicache_storage enable_hierarchical_cache enable_hisparse
-            enable_lmcache enable_lora enable_overlap forward_stream get_num_allocatable_reqs
-            grammar_manager ipc_channels is_generation is_hybrid_ssm is_hybrid_swa is_mixed_chunk
-            last_batch load_inquirer max_loras_per_batch max_prefill_tokens max_queued_requests
-            max_req_input_len max_req_len max_running_requests max_total_num_tokens
-            metrics_collector_context model_config new_token_ratio_tracker output_streamer page_size
-            pool_stats_observer prefill_delayer process_batch_result req_to_token_pool result_queue
-            running_batch send_abort_output server_args spec_algorithm token_to_kv_pool_allocator
+            _add_request_to_queue _collect_inflight_batches _pending_chunked_abort_req
+            _prefetch_kvcache _release_aborted_request _sched_idled attn_dp_enabled
+            attn_tp_cpu_group beam_coordinator chunked_prefill_size chunked_req
+            collect_inflight_reqs cur_batch_for_debug device disagg_decode_prealloc_queue
+            disagg_decode_transfer_queue dllm_config enable_hicache_storage
+            enable_hierarchical_cache enable_hisparse enable_lmcache enable_lora enable_overlap
+            forward_stream get_num_allocatable_reqs grammar_manager ipc_channels is_generation
+            is_hybrid_ssm is_hybrid_swa is_mixed_chunk last_batch last_mbs load_inquirer
+            max_loras_per_batch max_prefill_tokens max_queued_requests max_req_input_len max_req_len
+            max_running_requests max_total_num_tokens mbs metrics_collector_context model_config
+            new_token_ratio_tracker output_streamer page_size pool_stats_observer pp_group
+            prefill_delayer process_batch_result req_to_token_pool result_queue running_batch
+            running_mbs send_abort_output server_args spec_algorithm token_to_kv_pool_allocator
             tp_cpu_group tree_cache truncation_align_size waiting_queue
         """,
         "managers.schedule_policy.PrefillAdder": """
@@ -36,18 +38,23 @@ INTERNALS: Mapping[str, tuple[str, ...]] = {
             chunked_req_limit is_hybrid_ssm_cache new_chunked_req rem_chunk_tokens tree_cache
         """,
         "managers.schedule_batch.ScheduleBatch": """
-            batch_is_full chunked_req decoding_reqs device extend_lens filter_batch forward_mode
-            hicache_consumer_index input_ids is_empty is_extend_in_batch merge_batch orig_seq_lens
-            out_cache_loc prefix_lens req_pool_indices req_pool_indices_cpu req_to_token_pool reqs
-            return_logprob sampling_info seq_lens seq_lens_cpu seq_lens_sum spec_algorithm spec_info
-            tree_cache
+            batch_is_full check_decode_mem chunked_req decoding_reqs device extend_lens filter_batch
+            forward_mode hicache_consumer_index input_ids is_empty is_extend_in_batch merge_batch
+            orig_seq_lens out_cache_loc prefix_lens release_req req_pool_indices
+            req_pool_indices_cpu req_to_token_pool reqs return_logprob sampling_info seq_lens
+            seq_lens_cpu seq_lens_sum spec_algorithm spec_info tree_cache
         """,
         "managers.schedule_batch.Req": """
             _compute_max_prefix_len _stop_match_tail_len beam_group cache_salt cached_tokens
             customized_info extra_key finished finished_len finished_reason grammar_wait_ct
-            input_embeds kv last_node lock lora_id origin_input_ids output_ids
-            positional_embed_overrides prefix_len priority reset_for_retract retraction_count
-            return_logprob rid sampling_params seqlen session time_stats to_finish tokenizer
+            inflight_middle_chunks input_embeds kv last_node lock lora_id origin_input_ids
+            output_ids positional_embed_overrides prefix_len priority reset_for_retract
+            retraction_count return_logprob rid sampling_params seqlen session time_stats to_finish
+            tokenizer
+        """,
+        "disaggregation.decode.DecodePreallocQueue": "queue retracted_queue",
+        "distributed.parallel_state.GroupCoordinator": """
+            is_last_rank rank_in_group recv_object send_object
         """,
         "mem_cache.memory_pool.ReqToTokenPool": "req_generation req_to_token write",
         "mem_cache.memory_pool.HybridReqToTokenPool": """

@@ -25,7 +25,7 @@ from cosched.engine.checks import check_received, scope_of
 from cosched.engine.guard import note_or_raise
 from cosched.engine.offline_gate import is_for_gate
 from cosched.engine.port import finish_by_pattern as finish
-from cosched.engine.port import most_tail_tokens, refuse, under_way
+from cosched.engine.port import forget_last, most_tail_tokens, refuse, under_way
 from cosched.engine.port.attention import launching
 from cosched.engine.port.building import adder_class
 from cosched.engine.port.penalties import count_outputs
@@ -46,6 +46,11 @@ def _controller(scheduler: Any) -> Any | None:
 
 def _faults(scheduler: Any) -> Any | None:
     return getattr(scheduler, "cosched_faults", None)
+
+
+def _decode_role(scheduler: Any) -> Any | None:
+    """None: this is not a decode server, or SGLang's own policy schedules."""
+    return getattr(scheduler, "cosched_decode_role", None)
 
 
 def _is_offline(req: Any) -> bool:
@@ -244,6 +249,8 @@ def complete_batch(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> 
         controller = _controller(scheduler)
         if controller is not None:
             plan.running_batch = controller.launched(plan.batch_to_run, plan.running_batch)
+            if plan.batch_to_run is None:
+                forget_last(scheduler)
         return plan
 
     faults = _faults(scheduler)
@@ -251,6 +258,30 @@ def complete_batch(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> 
     if plan is None:
         return NextBatchPlan(batch_to_run=None, running_batch=scheduler.running_batch)
     return plan
+
+
+def admit_to_decode(original: Any, scheduler: Any) -> None:
+    """Decode servers (PD disaggregation): online requests get KV memory first. Stock gives it in
+    the order of arrival."""
+    role = _decode_role(scheduler)
+    if role is None:
+        original(scheduler)
+    else:
+        role.admit(partial(original, scheduler))
+
+
+def decode_batch(original: Any, scheduler: Any, running_batch: Any) -> Any:
+    """Decode servers: as `complete_batch`."""
+    role, build = _decode_role(scheduler), partial(original, scheduler, running_batch)
+    return build() if role is None else role.next_batch(build)
+
+
+def decode_part(original: Any, scheduler: Any, batch: Any) -> Any:
+    """Decode servers: the policy plans whose decode pauses. Elsewhere `plan_prefill` has done so.
+    Where memory runs out, stock takes the requests with the shortest output, of either class."""
+    role = _decode_role(scheduler)
+    update = partial(original, scheduler)
+    return update(batch) if role is None else role.decode(update, batch)
 
 
 def launch(original: Any, scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -348,7 +379,7 @@ def ignore_paused_pool(original: Any, scheduler: Any, *args: Any, **kwargs: Any)
     """A paused offline pool does not count as work. Otherwise ``/flush_cache`` would be refused,
     and ``/health`` would wait for an iteration that never comes."""
     controller = _controller(scheduler)
-    if controller is None or controller.waiting.may_admit:
+    if controller is None or _decode_role(scheduler) is not None or controller.waiting.may_admit:
         return bool(original(scheduler, *args, **kwargs))
     with _showing(scheduler, ()):
         return bool(original(scheduler, *args, **kwargs))
@@ -384,6 +415,11 @@ SEAMS: tuple[Seam, ...] = (
     around(
         f"{_SCHEDULER}.get_next_batch_to_run", "self, running_batch, last_batch", complete_batch
     ),
+    around(f"{_SCHEDULER}.process_decode_queue", "self", admit_to_decode),
+    around(
+        f"{_SCHEDULER}.get_next_disagg_decode_batch_to_run", "self, running_batch", decode_batch
+    ),
+    around(f"{_SCHEDULER}.update_running_batch", "self, batch", decode_part),
     around(f"{_SCHEDULER}.run_batch", "self, batch, pp_proxy_tensors", launch),
     around(f"{_SCHEDULER}.launch_batch_sample_if_needed", "self, batch_result, cur_batch", sample),
     around(f"{_SCHEDULER}.process_batch_result", "self, batch, result", process_result),

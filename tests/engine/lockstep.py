@@ -1,9 +1,11 @@
-"""One rank of DP attention: a real scheduler that steps together with those of other processes.
+"""One rank of DP attention, or one stage of a pipeline: a real scheduler that steps together with
+those of other processes.
 
 ``python -m tests.engine.lockstep RANK TASK``; TASK is a file of JSON:
 
     flags, config  of the engine; config: null for stock SGLang
     num_ranks      tensor-parallel ranks
+    num_stages     of a pipeline (1); with more there are no ranks
     requests       for each rank of DP attention: [id, prompt, output tokens, priority, iteration]
     aborts         the same: [id, iteration]
     limits         the same: [limits of offline work, iteration]
@@ -34,11 +36,12 @@ def main(rank, task):
     from tests.engine.tiny_models import randomize
 
     loader.initialize_dummy_weights = randomize
-    dp_rank = rank * len(task["requests"]) // task["num_ranks"]
-    engine = LocalEngine(task["flags"], rank=rank, dp_rank=dp_rank)
+    num_stages = task.get("num_stages", 1)
+    dp_rank = 0 if num_stages > 1 else rank * len(task["requests"]) // task["num_ranks"]
+    engine = LocalEngine(task["flags"], rank=rank, dp_rank=None if num_stages > 1 else dp_rank)
     scheduler = engine.scheduler
     controller = getattr(scheduler, "cosched", None)
-    if controller is not None and task.get("stops"):
+    if controller is not None and controller.timekeeper is not None and task.get("stops"):
         _preempt_also(controller, task["stops"], seed=dp_rank)
     actions = {}
     for rid, prompt, num_tokens, priority, iteration in task["requests"][dp_rank]:

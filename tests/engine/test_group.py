@@ -2,12 +2,13 @@
 
 import math
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from cosched.core.batch import BatchShape, BatchTotals, Prefill
 from cosched.core.group import RankNeeds, others_of
-from cosched.engine.group import WIDTH, Group
+from cosched.engine.group import WIDTH, Group, Microbatches
 from cosched.engine.guard import Guard
 from cosched.engine.observe import Iteration
 
@@ -80,6 +81,19 @@ def test_with_drafts_the_ranks_decode_where_one_is_due_and_never_twice_for_it():
     seen = [(group.send(ahead), group.others)[1] for _ in range(3)]
     assert [others.must_decode for others in seen] == [True, False, True]
     assert seen[0].offline_s == 0 and seen[0].taken_s == due.alone_s
+
+
+def test_a_microbatch_is_bounded_by_the_online_requests_of_the_others():
+    needs = [BUSY, RankNeeds(), BUSY._replace(offline_s=0.01)]
+    policy, turn = SimpleNamespace(needs=lambda view: needs[view.number]), iter([0, 1, 2, 0, 1, 1])
+    group, seen = Microbatches(lambda: next(turn), GUARD), []
+    for number in (0, 1, 2, 0, 1):
+        view = SimpleNamespace(number=number)
+        group.agree(policy, view)
+        seen.append(view.others.offline_s)
+    assert seen == [math.inf, 0.04, 0.04, 0.01, 0.01]
+    group.agree(policy, None)
+    assert group.others.taken_s == -math.inf
 
 
 @pytest.mark.parametrize("plans_ahead", [False, True])

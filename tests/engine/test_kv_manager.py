@@ -51,9 +51,9 @@ def test_if_the_eviction_list_fails_sglangs_order_is_used(make_engine):
     def fail(num_tokens):
         raise ZeroDivisionError
 
-    assert controller._evictions(Plan(prefill={"a": 10}), SimpleNamespace(reqs=[])) is not None
+    assert controller._evicted(Plan(prefill={"a": 10}), SimpleNamespace(reqs=[])) is not None
     controller.kv.next_to_go = fail
-    assert controller._evictions(Plan(prefill={"a": 10}), SimpleNamespace(reqs=[])) is None
+    assert controller._evicted(Plan(prefill={"a": 10}), SimpleNamespace(reqs=[])) is None
     assert controller.guard.failures == {"kv": 1}
 
 

@@ -1,4 +1,8 @@
-"""DP attention: two real schedulers in two processes, which step together."""
+"""DP attention, and the stages of a pipeline: real schedulers in two processes, which run together.
+
+500 requests of a pipeline: ``COSCHED_LOCKSTEP_REQUESTS=500 pytest tests/engine/test_lockstep.py -k
+pipeline``, about ten minutes.
+"""
 
 import json
 import os
@@ -9,7 +13,7 @@ import pytest
 
 from cosched.batch.jsonl.server import free_port
 from tests.engine.conftest import FLAGS, OFFLINE
-from tests.engine.tiny_models import LATENT, MIXTURE, SIZES
+from tests.engine.tiny_models import DENSE, LATENT, MIXTURE, SIZES
 
 NUM_RANKS = int(os.environ.get("COSCHED_LOCKSTEP_RANKS", "2"))  # or 4
 NUM_REQUESTS = int(os.environ.get("COSCHED_LOCKSTEP_REQUESTS", "15"))
@@ -42,8 +46,14 @@ def group(forks, tmp_path):
 
     def run(requests, *, policy="cosched", num_ranks=2, model=MIXTURE, switches=(), **task):
         (tmp_path / "config.json").write_text(json.dumps(SIZES | model))
-        chosen = FLAGS | {"--tp": str(num_ranks), "--dp": "2", "--nccl-port": str(free_port())}
-        flags = ["--model-path", str(tmp_path), "--load-format", "dummy", "--enable-dp-attention"]
+        chosen = FLAGS | {"--nccl-port": str(free_port())}
+        if task.get("num_stages"):
+            chosen |= {"--pp-size": str(num_ranks), "--max-running-requests": "16"}
+            chosen |= {"--max-total-tokens": "600"}
+        else:
+            chosen |= {"--tp": str(num_ranks), "--dp": "2"}
+            switches = (*switches, "--enable-dp-attention")
+        flags = ["--model-path", str(tmp_path), "--load-format", "dummy"]
         flags += [text for pair in chosen.items() for text in pair]
         flags += ["--dist-timeout", "60"]  # of ranks that wait for each other
         flags += [*switches, *(() if policy == "sglang" else ("--enable-mixed-chunk",))]
@@ -66,7 +76,8 @@ def group(forks, tmp_path):
         )
         told = [json.loads(one.stdout.splitlines()[-1]) for one in done]
         assert all(one["free"] == one["total"] for one in told)
-        assert len({one["iterations"] for one in told}) == 1
+        # Later stages do not count.
+        assert task.get("num_stages") or len({one["iterations"] for one in told}) == 1
         return told
 
     return run
@@ -126,3 +137,17 @@ def test_aborts_and_pauses_of_offline_work(group):
     assert len(ends) == NUM_REQUESTS
     gone = {rid for one in aborts for rid, _ in one}
     assert all(end == "length" for rid, end in ends.items() if rid not in gone)
+
+
+def test_a_pipeline_generates_the_same_tokens_as_stock_with_preemptions(group):
+    """There is memory for few requests: all stages must evict the same."""
+    requests = traffic(NUM_REQUESTS, ranks=(0,))[:1]
+    stages = {"model": DENSE, "num_stages": 2}
+    expected = outputs(group(requests, policy="sglang", **stages)[:1])
+    told = group(requests, stops=0.2, **stages)
+    assert len(expected) == NUM_REQUESTS
+    assert [outputs([one]) for one in told] == [expected] * 2  # all stages know the tokens
+    state = told[0]["state"]
+    assert state["num_preemptions"] > 0 and state["offline_prefill_tokens"] > 0
+    assert not state["num_safe_plans"] and not state["failures"]
+    assert state["kv"]["is_watched"] and told[0]["observed"] > 0

@@ -43,11 +43,11 @@ BATCH = SimpleNamespace(
 class Loop:
     """A scheduler loop whose every step takes the time it is told."""
 
-    def __init__(self, *, device):
+    def __init__(self, *, device, num_stages=1):
         self.clock = ByHand()
         self.scheduler = SimpleNamespace(device=device, _sched_idled=True)
         self.observer = IterationObserver(
-            self.scheduler, clock=self.clock, guard=Guard(is_strict=True)
+            self.scheduler, clock=self.clock, guard=Guard(is_strict=True), num_stages=num_stages
         )
         self.results = []
         self.steps = []
@@ -85,6 +85,24 @@ def test_host_time_between_iterations_counts_unless_the_scheduler_was_idle():
         (100.0, 2.0),
     ]
     assert loop.observer.busy_s == pytest.approx(4.0)
+
+
+def test_in_a_pipeline_the_time_of_an_iteration_is_that_through_all_stages():
+    """Two stages. The third batch takes 3 s in each, the others 1 s."""
+    loop = Loop(device="cpu", num_stages=2)
+    loop.launch()  # at 0
+    loop.clock.time_s = 1.0
+    loop.launch()
+    loop.finish(at_s=2.0)
+    loop.launch()  # the long one; the second batch is in the second stage
+    loop.finish(at_s=3.0)
+    loop.clock.time_s = 5.0
+    loop.launch()
+    loop.finish(at_s=8.0)
+    loop.finish(at_s=9.0)
+    assert [step.duration_s for step in loop.steps] == [2.0, 2.0, 6.0, 2.0]
+    assert [step.end_s for step in loop.steps] == [2.0, 3.0, 8.0, 9.0]
+    assert loop.observer.busy_s == 9.0
 
 
 def test_with_overlap_an_iteration_begins_when_the_one_before_it_ends():

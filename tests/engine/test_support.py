@@ -29,6 +29,7 @@ EMBEDDING_GEMMA = {
     **SIZES,
 }
 GROUP = ["--tp", "2", "--dp", "2", "--enable-dp-attention"]
+DECODE = ["--disaggregation-mode", "decode"]
 HOST = ["--enable-hierarchical-cache"]
 DRAFT = ["--speculative-draft-model-path", "{folder}"]
 BATCHES = {"batches": {"folder": "/tmp/batches"}}
@@ -50,6 +51,12 @@ CASES = {
     "two flags": (QWEN3, ["--disable-radix-cache", "--enable-pdmux"], {"policy": "hygen"}),
     "DP attention": (QWEN3, GROUP, {}),
     "DP attention, other policy": (QWEN3, GROUP, {"policy": "sarathi"}),
+    "stages": (QWEN3, ["--pp-size", "2", "--tp", "2"], {}),
+    "stages, other policy": (QWEN3, ["--pp-size", "2"], {"policy": "sarathi"}),
+    "decode server": (QWEN3, [*DECODE, "--disaggregation-transfer-backend", "fake"], {}),
+    "decode server, stages": (QWEN3, [*DECODE, "--pp-size", "2"], {}),
+    "prefill server": (QWEN3, ["--disaggregation-mode", "prefill"], {}),
+    "stages and host memory": (QWEN3, ["--pp-size", "2", *HOST], {}),
     "prefill delayer": (QWEN3, [*GROUP, "--enable-prefill-delayer"], {}),
     "drafts": (QWEN3, ["--speculative-algorithm", "nextn", *DRAFT], {}),
     "drafts and host memory": (QWEN3, ["--speculative-algorithm", "EAGLE", *DRAFT, *HOST], {}),
@@ -96,6 +103,7 @@ def answers():
         "tp",
         "states",
         "DP attention",
+        "stages",
         "drafts",
         "one pool",
         "sliding window",
@@ -122,6 +130,10 @@ def test_a_default_of_the_model_is_not_held_against_the_user(answers):
         ("windows in shared memory", "with sliding windows: the two KV pools take each other's"),
         ("encoder", "an encoder generates nothing"),
         ("DP attention, other policy", "do not know of ranks that step together; choose from"),
+        ("stages, other policy", "do not know of other microbatches; choose from cosched"),
+        ("stages and host memory", "--pp-size with --enable-hierarchical-cache is not tested"),
+        ("decode server, stages", "a decode server with --pp-size 2 is not supported"),
+        ("prefill server", "--cosched-policy priority puts online first there"),
         ("gRPC and batches", "--smg-grpc-mode has a front end that is not SGLang's"),
         ("HTTP processes and batches", "give --cosched-batches-url postgresql://"),
     ],
@@ -154,6 +166,7 @@ def test_sglangs_own_policy_refuses_nothing(answers):
         ("drafts and host memory", "KV eviction by value"),
         ("host memory over files", "KV eviction by value"),
         ("windows and host memory", "holds the KV of sliding windows too"),
+        ("decode server", "has no radix tree"),
         ("gRPC", "service_tier"),
         ("prefill delayer", "the ranks agree on the time"),
         ("Rust front end", "service_tier"),

@@ -17,6 +17,7 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+DENSE = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 2}
 MIXTURE = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
 WINDOWS = {
     "model_type": "mellum",

@@ -244,6 +244,7 @@ class TestInternals:
                 f"cosched_{name}"
                 for name in ("faults", "members", "observer", "offline", "prefill", "prefix_key")
             ),
+            "cosched_decode_role",
             "cosched_grammar_s",
             "cosched_taken_back",
         }

@@ -12,6 +12,7 @@ from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.multi_tokenizer_mixin import TokenizerWorker
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISHED_MATCHED_REGEX
 from sglang.srt.managers.scheduler import _make_abort_req
+from sglang.srt.runtime_context import get_disagg
 
 from cosched.core.request import Traits
 from cosched.limits.patterns import matches
@@ -48,6 +49,11 @@ def prefix_key(req: Any) -> Hashable:
     return req.extra_key, req.cache_salt
 
 
+def only_decodes() -> bool:
+    """Whether prompts are computed by another server."""
+    return bool(get_disagg().disaggregation_mode == "decode")
+
+
 def traits_of(req: Any) -> Traits:
     """What the engine cannot do with it."""
     beams = req.beam_group
@@ -56,7 +62,8 @@ def traits_of(req: Any) -> Traits:
     return Traits(
         # Beams share rows that are released together, a streaming session keeps its row and KV,
         # and with embeddings the engine would generate the output again.
-        can_preempt=beams is None and not streams_session and not has_embeds,
+        # A decode server cannot compute the KV again.
+        can_preempt=beams is None and not streams_session and not has_embeds and not only_decodes(),
         # SGLang does not mix decodes into a batch with one of these (`_get_new_batch_prefill_raw`).
         can_mix=beams is None and not req.return_logprob and not has_embeds,
         num_rows=1 if beams is None else int(beams.beam_width),

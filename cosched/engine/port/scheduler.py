@@ -29,12 +29,26 @@ class Parallel(NamedTuple):
     tp_size     number of these
     dp_rank     number of the replica, or of the rank of DP attention; None: there is one
     group_size  ranks of DP attention, which step together; 1: it is off
+    stage       of the pipeline
+    num_stages  each computes a part of the layers; 1: there is no pipeline
     """
 
     tp_rank: int
     tp_size: int
     dp_rank: int | None
     group_size: int
+    stage: int
+    num_stages: int
+
+    @property
+    def plans(self) -> bool:
+        """This rank plans for all that share its waiting queue."""
+        return self.tp_rank == 0 and self.stage == 0
+
+    @property
+    def is_alone(self) -> bool:
+        """No other rank runs the same batches."""
+        return self.tp_size == 1 and self.num_stages == 1
 
 
 def caps_of(scheduler: Any) -> EngineCaps:
@@ -104,11 +118,11 @@ def graph_sizes_of(scheduler: Any) -> GraphSizes | None:
 def parallel() -> Parallel:
     """Of this process, after SGLang has set it up."""
     groups = get_parallel()
+    stages = groups.pp_rank, groups.pp_size
     if groups.attn_dp_size > 1:
-        return Parallel(
-            groups.attn_tp_rank, groups.attn_tp_size, groups.attn_dp_rank, groups.attn_dp_size
-        )
-    return Parallel(groups.tp_rank, groups.tp_size, groups.dp_rank, 1)
+        ranks = groups.attn_tp_rank, groups.attn_tp_size
+        return Parallel(*ranks, groups.attn_dp_rank, groups.attn_dp_size, *stages)
+    return Parallel(groups.tp_rank, groups.tp_size, groups.dp_rank, 1, *stages)
 
 
 def rank_group(scheduler: Any) -> Any:
@@ -148,7 +162,7 @@ def searches_host(scheduler: Any) -> bool:
     """Whether lookups use SGLang's full search, which also finds KV in host memory. It marks what
     it finds as used, so not with several ranks, of which only one plans: their trees would
     differ."""
-    return bool(scheduler.enable_hierarchical_cache) and parallel().tp_size == 1
+    return bool(scheduler.enable_hierarchical_cache) and parallel().is_alone
 
 
 def reads_storage(scheduler: Any) -> bool:
@@ -214,7 +228,7 @@ def is_idle(scheduler: Any) -> bool:
 
 def under_way(scheduler: Any) -> list[Any]:
     """Running requests. Those that decode in a mixed batch are only in that batch until it ends."""
-    batches = [batch for batch in (scheduler.running_batch, scheduler.last_batch) if batch]
+    batches = [batch for batch in scheduler._collect_inflight_batches() if batch]
     reqs = {req.rid: req for batch in batches for req in batch.reqs if not req.finished()}
     return list(reqs.values())
 
