@@ -116,7 +116,7 @@ def test_the_same_tokens_as_stock_with_drafts(group, tmp_path):
     expected = outputs(group(requests, policy="sglang", switches=switches))
     told = group(requests, switches=switches, stops=0.1)
     assert outputs(told) == expected
-    assert all(one["state"]["num_preemptions"] for one in told)
+    assert any(one["state"]["num_preemptions"] for one in told)
 
 
 def test_one_rank_has_nothing_to_do(group):
