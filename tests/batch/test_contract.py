@@ -423,7 +423,7 @@ def test_a_pause_leaves_no_forecast_and_does_not_lower_the_measured_rate(api, st
     until(lambda: 10 < told()["running"] <= 20)
     time.sleep(4)
     after = stand_in.service._feeder.rate.tokens_per_s
-    assert after > 0.8 * before
+    assert after > 0.6 * before
     stand_in.is_held = stand_in.is_paused = False
     assert told()["state"] == "measured" and told()["miss_chance"] == 0.0
     api.batches.cancel(batch.id)

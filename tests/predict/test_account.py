@@ -40,7 +40,13 @@ decodes = st.lists(st.integers(1, 40_000), max_size=40)
 coefficients = st.lists(st.floats(-1e-3, 1e-3), min_size=7, max_size=7)
 
 
-@given(prefills, decodes, coefficients, st.floats(0, 100), st.sets(st.integers(0, 45)))
+@given(
+    prefills,
+    decodes,
+    coefficients,
+    st.just(0.0) | st.floats(1e-9, 100),
+    st.sets(st.integers(0, 45)),
+)
 def test_whatever_is_predicted_the_shares_add_up_to_the_measured_time(
     prefills, decodes, coefficients, seconds, ended
 ):
