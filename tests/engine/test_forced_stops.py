@@ -8,6 +8,8 @@ from dataclasses import replace
 import pytest
 
 from cosched.core.plan import Preemption, PreemptMode
+from cosched.errors import PlanError
+from cosched.schedule.validate import validate
 from tests.engine.conftest import assert_drained, outputs, prompt
 
 NUM_REQUESTS = int(os.environ.get("COSCHED_STOPPED_REQUESTS", "120"))
@@ -42,10 +44,15 @@ class StoppingPolicy:
             if self._draw.random() < 0.1:
                 prefill.pop(request.rid, None)
                 stopped.append(request.rid)
-        self.stopped += stopped
         preempt = tuple(Preemption(rid=rid, mode=self._mode) for rid in stopped)
         hold = plan.paused - {*stopped}
-        return replace(plan, prefill=prefill, paused=hold, preempt=preempt), state
+        forced = replace(plan, prefill=prefill, paused=hold, preempt=preempt)
+        try:
+            validate(forced, view)
+        except PlanError:  # without an online request there may be no room for an offline one
+            return plan, state
+        self.stopped += stopped
+        return forced, state
 
 
 def answers(engine):
