@@ -114,7 +114,7 @@ def test_the_same_tokens_as_stock_with_drafts(group, tmp_path):
         switches += [f"--speculative-{name}", str(number)]
     requests = traffic(NUM_REQUESTS)
     expected = outputs(group(requests, policy="sglang", switches=switches))
-    told = group(requests, switches=switches, stops=0.1)
+    told = group(requests, switches=switches, stops=0.3)
     assert outputs(told) == expected
     assert any(one["state"]["num_preemptions"] for one in told)
 
