@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from statistics import fmean
 from typing import Any
@@ -93,6 +93,14 @@ def add_routes(app: Any, config: Config) -> None:
             except Exception:  # pictures are not worth more than a line in the log
                 logger.warning("no sample for the page", exc_info=True)
 
+    @asynccontextmanager
+    async def recording() -> AsyncIterator[None]:
+        task = asyncio.create_task(record())
+        try:
+            yield
+        finally:
+            task.cancel()
+
     protect = auth_level(AuthLevel.ADMIN_OPTIONAL)  # as SGLang's own routes for operators
     app.add_api_route("/cosched", protect(show), methods=["GET"])
     app.add_api_route("/cosched/history", protect(show_history), methods=["GET"])
@@ -100,7 +108,7 @@ def add_routes(app: Any, config: Config) -> None:
     app.add_middleware(_TurnAway)
     add_page(app)
     if policy_entry(config.policy).make is not None:
-        _run_beside(app, record)
+        _run_beside(app, recording)
 
 
 def add_batches(app: Any, config: Config, api_key: str | None) -> None:
@@ -119,38 +127,29 @@ def add_batches(app: Any, config: Config, api_key: str | None) -> None:
         isolate_keys=config.batches.isolates(api_key),
         protect=auth_level(AuthLevel.ADMIN_OPTIONAL),
     )
-    lifespan = app.router.lifespan_context
-
-    @asynccontextmanager
-    async def with_feeder(of: Any) -> AsyncIterator[Any]:
-        async with lifespan(of) as state:
-            async with service.feeding(
-                app,
-                api_key=api_key,
-                state=partial(own_request, names=config.key_names()),
-                is_paused=lambda: _keeps_offline_waiting(app),
-                progress=_offline_progress,
-                scope=scope_of(_manager()),
-            ):
-                yield state
-
-    app.router.lifespan_context = with_feeder
+    _run_beside(
+        app,
+        lambda: service.feeding(
+            app,
+            api_key=api_key,
+            state=partial(own_request, names=config.key_names()),
+            is_paused=lambda: _keeps_offline_waiting(app),
+            progress=_offline_progress,
+            scope=scope_of(_manager()),
+        ),
+    )
 
 
-def _run_beside(app: Any, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+def _run_beside(app: Any, running: Callable[[], AbstractAsyncContextManager[Any]]) -> None:
     """Run it for as long as the application lives."""
     lifespan = app.router.lifespan_context
 
     @asynccontextmanager
-    async def with_work(of: Any) -> AsyncIterator[Any]:
-        async with lifespan(of) as state:
-            task = asyncio.create_task(work())
-            try:
-                yield state
-            finally:
-                task.cancel()
+    async def with_it(of: Any) -> AsyncIterator[Any]:
+        async with lifespan(of) as state, running():
+            yield state
 
-    app.router.lifespan_context = with_work
+    app.router.lifespan_context = with_it
 
 
 def _keeps_offline_waiting(app: Any) -> bool:

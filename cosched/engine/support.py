@@ -224,16 +224,19 @@ def _refused_model(server_args: Any, resolved: Any, config: Config) -> Iterator[
                 )
 
 
+def _refused_alone(flag: str, config: Config, why: str = "") -> Iterator[str]:
+    """Of a policy that plans a scheduler by itself only (`PolicyEntry.groups`)."""
+    if not policy_entry(config.policy).groups:
+        able = choices(name for name, entry in POLICIES.items() if entry.groups)
+        yield f"{flag} cannot go with --cosched-policy {config.policy}: {why}choose from {able}"
+
+
 def _refused_group(resolved: Any, config: Config) -> Iterator[str]:
     """With DP attention."""
     if resolved.attn_dp_size == 1:
         return
-    if not policy_entry(config.policy).groups:
-        able = choices(name for name, entry in POLICIES.items() if entry.groups)
-        yield (
-            f"--enable-dp-attention cannot go with --cosched-policy {config.policy}: its plans do "
-            f"not know of ranks that step together; choose from {able}"
-        )
+    why = "its plans do not know of ranks that step together; "
+    yield from _refused_alone("--enable-dp-attention", config, why)
     if config.tolerance is not None:
         yield "--enable-dp-attention cannot go with tolerance: other ranks' requests slow one down"
     if resolved.attn_cp_size > 1:
@@ -246,12 +249,8 @@ def _refused_stages(server_args: Any, resolved: Any, config: Config) -> Iterator
 
     if resolved.pp_size == 1:
         return
-    if not policy_entry(config.policy).groups:
-        able = choices(name for name, entry in POLICIES.items() if entry.groups)
-        yield (
-            f"--pp-size {resolved.pp_size} cannot go with --cosched-policy {config.policy}: its "
-            f"plans do not know of other microbatches; choose from {able}"
-        )
+    why = "its plans do not know of other microbatches; "
+    yield from _refused_alone(f"--pp-size {resolved.pp_size}", config, why)
     if config.tolerance is not None:
         yield f"--pp-size {resolved.pp_size} cannot go with tolerance: microbatches share the time"
     for name in ("speculative_algorithm", "enable_hierarchical_cache", "enable_dp_attention"):
@@ -263,20 +262,16 @@ def _refused_stages(server_args: Any, resolved: Any, config: Config) -> Iterator
 
 def _refused_roles(resolved: Any, config: Config) -> Iterator[str]:
     """With PD disaggregation."""
-    mode, policy = resolved.disaggregation_mode, config.policy
+    mode = resolved.disaggregation_mode
     if mode == "prefill":
         yield (
-            f"--disaggregation-mode prefill cannot go with --cosched-policy {policy}: SGLang's "
-            "loop of that role is not planned; --cosched-policy priority puts online first there"
+            f"--disaggregation-mode prefill cannot go with --cosched-policy {config.policy}: "
+            "SGLang's loop of that role is not planned; --cosched-policy priority puts online "
+            "first there"
         )
     if mode != "decode":
         return
-    if not policy_entry(policy).groups:
-        able = choices(name for name, entry in POLICIES.items() if entry.groups)
-        yield (
-            f"--disaggregation-mode decode cannot go with --cosched-policy {policy}: choose from "
-            f"{able}"
-        )
+    yield from _refused_alone("--disaggregation-mode decode", config)
     if config.tolerance is not None:
         yield "--disaggregation-mode decode cannot go with tolerance: it bounds prefills"
     names = (
