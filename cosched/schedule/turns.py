@@ -55,7 +55,7 @@ def next_turn(
         behind = deadlines.slacks.aimed_s < beside_s + mixing_s
         return Turn(behind and not order.borrows and deadlines.gains, idle_s)
     unfinished = [r for r in view.unfinished if r.request_class is RequestClass.OFFLINE]
-    num_more = min(ledger.slots, view.num_offline) + len(unfinished)
+    num_more = max(min(ledger.slots, view.num_offline), 0) + len(unfinished)
     if not num_more:
         return Turn(True, idle_s)
     prefill_s = offline_s - beside_s

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.factories import FakeView, Linear, decoding, make_caps, offline, prefilled
@@ -95,6 +95,15 @@ def test_nothing_is_preempted_where_that_would_not_help():
     token_s=st.floats(1e-5, 2e-3),
     has_unfinished=st.booleans(),
     num_online=st.integers(0, 3),
+)
+@example(  # more requests than slots
+    num_running=48,
+    num_tokens=20,
+    tokens_per_decode=2.0,
+    fixed_s=0.03125,
+    token_s=1e-5,
+    has_unfinished=True,
+    num_online=0,
 )
 def test_prefills_come_at_last(
     num_running, num_tokens, tokens_per_decode, fixed_s, token_s, has_unfinished, num_online

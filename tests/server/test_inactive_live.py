@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import httpx
 import pytest
 
@@ -41,7 +43,9 @@ def test_the_inactive_plugin_shows_in_no_answer(tiny_model, forks):
         for path, body in REQUESTS:
             reply = httpx.post(server.url + path, json=body, headers=HEADERS, timeout=60)
             statuses.append(reply.status_code)
-            assert "cosched" not in f"{reply.headers} {reply.text}", path
+            # SGLang quotes the file that refuses, and the checkout may be in a folder of that name.
+            told = f"{reply.headers} {reply.text}".replace(sys.prefix, "")
+            assert "cosched" not in told, path
             assert "flex" not in reply.text.replace("flexible", "")
         assert server.states() == [None]
     # What cosched refuses, SGLang takes, as far as it knows it at all.
