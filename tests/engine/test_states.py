@@ -161,8 +161,12 @@ def test_arrivals_and_aborts_leak_no_slot(make_hybrid, strategy, kind):
 
 @pytest.mark.parametrize("strategy", [NO_BUFFER, PAGES], ids=["no_buffer", "pages"])
 def test_what_is_kept_is_found_again(make_hybrid, monkeypatch, strategy):
-    """A plan knows what a preempted request keeps, and what SGLang will find of a waiting one."""
-    engine = make_hybrid(policy="hygen", max_total_tokens=8000, **strategy)
+    """A plan knows what a preempted request keeps, and what SGLang will find of a waiting one.
+
+    There are slots for all checkpoints: what is evicted is computed again.
+    """
+    sizes = {"max_total_tokens": 8000, "max_mamba_cache_size": 400}
+    engine = make_hybrid(policy="hygen", **sizes, **strategy)
     scheduler, controller = engine.scheduler, engine.scheduler.cosched
     tree, shares, matched = scheduler.tree_cache, [], {}
 
