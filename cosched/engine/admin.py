@@ -180,6 +180,13 @@ async def _state(config: Config) -> dict[str, Any]:
     return {
         "policy": config.policy,
         "slo": msgspec.structs.asdict(config.slo),
+        "tiers": {
+            tier.name: {
+                "ttft_ms": tier.ttft_ms or config.slo.ttft_ms,
+                "tpot_ms": tier.tpot_ms or config.slo.tpot_ms,
+            }
+            for tier in config.tiers
+        },
         "shutting_down": bool(manager.gracefully_exit),
         "replicas": [state.get("cosched") for state in states],
     }

@@ -15,6 +15,7 @@ from cosched.core.batch import BatchShape, BatchTotals
 from cosched.core.request import LateReason, RequestClass, Slo
 from cosched.core.tiers import Tier
 from cosched.engine import port
+from cosched.engine.history import bucket_of
 from cosched.engine.tracked import TrackedRequest
 from cosched.predict.calibration import Calibrator
 from cosched.predict.work import prompt_cost_s, token_cost_s
@@ -41,7 +42,7 @@ class ServiceListener(Protocol):
 
 @dataclass(slots=True)
 class TierService:
-    """Of the requests of one tier: attainment and times_s as in `ServiceRecord`."""
+    """Of the requests of one tier: attainment, times_s and histograms as in `ServiceRecord`."""
 
     name: str
     attainment: dict[str, list[int]] = field(
@@ -49,6 +50,9 @@ class TierService:
     )
     times_s: dict[str, tuple[float, int]] = field(
         default_factory=lambda: {"ttft": (0.0, 0), "tpot": (0.0, 0)}
+    )
+    histograms: dict[str, Counter[int]] = field(
+        default_factory=lambda: {"ttft": Counter(), "tpot": Counter()}
     )
 
 
@@ -80,6 +84,8 @@ class ServiceRecord:
             for name in ("ttft", "tpot")
         } | {(RequestClass.ONLINE, "missed_ttft"): (0.0, 0)}
         """(class, time) -> (sum [s], number of them); missed_ttft: where the target was missed"""
+        self.histograms: dict[str, Counter[int]] = {"ttft": Counter(), "tpot": Counter()}
+        """Of online requests: time -> bucket (`bucket_of`) -> number of them"""
 
     def judged_late(self, tracked: TrackedRequest, reason: LateReason) -> None:
         """A plan says that the TTFT target of a request is out of reach. Only the first counts."""
@@ -147,11 +153,15 @@ class ServiceRecord:
         request_class = tracked.request_class
         total_s, num = self.times_s[request_class, name]
         self.times_s[request_class, name] = (total_s + seconds, num + 1)
-        if self.tiers and request_class is RequestClass.ONLINE:
-            of_tier = self.tiers[tracked.tier].times_s
-            if name in of_tier:
-                total_s, num = of_tier[name]
-                of_tier[name] = (total_s + seconds, num + 1)
+        if request_class is RequestClass.OFFLINE or name not in self.histograms:
+            return
+        bucket = bucket_of(seconds)
+        self.histograms[name][bucket] += 1
+        if self.tiers:
+            of_tier = self.tiers[tracked.tier]
+            total_s, num = of_tier.times_s[name]
+            of_tier.times_s[name] = (total_s + seconds, num + 1)
+            of_tier.histograms[name][bucket] += 1
 
     def _judge(
         self, tracked: TrackedRequest, target: str, value: float, most: float | None

@@ -93,12 +93,13 @@ class OfflineProgress(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class TierState(msgspec.Struct, kw_only=True, frozen=True):
-    """Online requests of one tier. attainment, times_s: as in `ReplicaState`."""
+    """Online requests of one tier. attainment, times_s, histograms: as in `ReplicaState`."""
 
     num_waiting: int
     num_running: int
     attainment: dict[str, tuple[int, int]]
     times_s: dict[str, tuple[float, int]]
+    histograms: dict[str, dict[int, int]]
 
 
 class ReplicaState(msgspec.Struct, kw_only=True, frozen=True):
@@ -123,6 +124,8 @@ class ReplicaState(msgspec.Struct, kw_only=True, frozen=True):
     tokens_per_decode  tokens that an online request gets in an iteration without prefills, a moving
                      average; above 1 with speculative decoding
     times_s          ``online_ttft`` and the like -> (sum [s], number of them) since the start
+    histograms       ``ttft`` and ``tpot`` of online requests -> bucket
+                     (`cosched.engine.history.bucket_of`) -> number of them
     offline_work_s   predicted device time of finished offline requests in the best batch alone [s]
     skipped          why waiting requests were left out of the latest plan -> number
     pool             None: offline requests wait in the order of arrival
@@ -168,6 +171,7 @@ class ReplicaState(msgspec.Struct, kw_only=True, frozen=True):
     attainment: dict[str, tuple[int, int]]
     late: dict[str, tuple[int, int]]
     times_s: dict[str, tuple[float, int]]
+    histograms: dict[str, dict[int, int]]
     skipped: dict[str, int]
     offline_limits: OfflineLimits
     pool: PoolStats | None
@@ -243,6 +247,7 @@ def state_of(controller: Controller) -> ReplicaState:
             f"{request_class.value}_{name}": (round(total_s, 6), num)
             for (request_class, name), (total_s, num) in controller.service.times_s.items()
         },
+        histograms={name: {**one} for name, one in controller.service.histograms.items()},
         skipped=dict(Counter(reason.value for reason in controller.latest_plan.skipped.values()))
         if len(controller.waiting.online) + len(pool)
         else {},
@@ -269,6 +274,7 @@ def _tiers(controller: Controller, running: list[TrackedRequest]) -> dict[str, T
             times_s={
                 name: (round(total_s, 6), num) for name, (total_s, num) in one.times_s.items()
             },
+            histograms={name: {**counts} for name, counts in one.histograms.items()},
         )
         for rank, one in enumerate(tiers)
     }

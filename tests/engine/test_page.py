@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+from collections import Counter
 from importlib.resources import files
 
 import pytest
@@ -13,7 +14,7 @@ import pytest
 import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.batch.jsonl.lines import URLS
 from cosched.core.plan import SkipReason
-from cosched.engine.history import History
+from cosched.engine.history import History, bucket_of, p99_s
 from cosched.engine.state import ReplicaState
 from cosched.memory.occupancy import KvOccupancy
 from cosched.pool.prefix_pool import PoolStats
@@ -58,7 +59,7 @@ def numbers_of(struct, **more):
     return dict.fromkeys(struct.__struct_fields__, 1) | more
 
 
-def state(at_s=0):
+def state(at_s=0, tiers=()):
     """Of a replica after some time."""
     pool = {"num_requests": 7, "num_tokens": 700, "oldest_age_s": 61.0, "sharing_ratio": 0.5}
     assert pool.keys() <= PoolStats.__dataclass_fields__.keys()
@@ -73,6 +74,7 @@ def state(at_s=0):
             "offline_ttft": [1.0, 4],
             "offline_tpot": [0.1, 4],
         },
+        histograms={"ttft": {bucket_of(0.8): at_s}, "tpot": {bucket_of(0.06): at_s}},
         num_aborted_online=4,
         num_aborted_offline=5,
         num_cancelled_online=1,
@@ -81,7 +83,14 @@ def state(at_s=0):
         num_waiting_offline=20,
         online_output_tokens=at_s * 50,
         device_s={"online": {"team": at_s / 2}, "offline": {"team": at_s / 4, "": at_s / 8}},
-        tiers={},
+        tiers={
+            name: {
+                "times_s": {"ttft": [at_s * place, at_s], "tpot": [at_s / 100, at_s]},
+                "attainment": {"all": [at_s, 0]},
+                "histograms": {"ttft": {bucket_of(3 * place): at_s}, "tpot": {}},
+            }
+            for place, name in enumerate(tiers, start=1)
+        },
         skipped={"latency_budget": 12},
         offline_limits={"paused": True, "max_running": 8, "stop_running": False},
         pool=pool,
@@ -197,11 +206,11 @@ def test_lines_in_the_store_are_among_what_waits():
     assert seen["hidden"]["no-waits"]
 
 
-def hour(num=20):
+def hour(num=20, tiers=()):
     """What a server with two replicas has to show of its last minutes."""
     history = History()
     for at_s in range(0, 10 * num, 10):
-        history.add(at_s, [state(at_s), state(at_s)])
+        history.add(at_s, [state(at_s, tiers), state(at_s, tiers)])
     return history.to_dict()
 
 
@@ -211,9 +220,42 @@ def test_the_last_hour_is_drawn():
     charts = seen["texts"]["charts"]
     assert not seen["hidden"]["hour"]
     assert "Mean TTFT" in charts and "target 1.00 s" in charts and "target 50.0 ms" in charts
+    assert "p99 TTFT of five minutes" in charts and re.search("online (79|8[01])\\d ms", charts)
+    assert re.search(r"p99 TPOT.*?online (59|60|61)\.\d ms, target 50\.0 ms", charts)
     assert "Output tokens per second" in charts and "online 100" in charts
     assert "team 150.0 %" in charts and "no key 25.0 %" in charts, "of two devices"
     assert "NaN" not in charts and "undefined" not in charts
+
+
+def test_tiers_are_drawn_against_their_own_targets():
+    tiers = {"gold": {"ttft_ms": 1000, "tpot_ms": 50}, "free": {"ttft_ms": 4000, "tpot_ms": 50}}
+    server = {"policy": "cosched", "slo": {"ttft_ms": 1, "tpot_ms": 1}, "shutting_down": False}
+    server |= {"replicas": [state(tiers=tiers)], "tiers": tiers}
+    seen = run({"cosched": server, "cosched/history": hour(tiers=tiers)})
+    ttft, tpot, met, ttft_p99, tpot_p99, *_ = re.split(
+        "Mean TTFT|Mean TPOT|Within|p99 TTFT|p99 TPOT", seen["texts"]["charts"]
+    )[1:]
+    assert "gold 1.00 s, target 1.00 s" in ttft and "free 2.00 s, target 4.00 s" in ttft
+    assert "0 to 110.0 % of the target" in ttft and "of the target" not in tpot
+    assert "gold 100.0 %" in met and "free 100.0 %" in met
+    assert re.search(r"gold (2\.9|3\.0).*free (5\.9|6\.0).*", ttft_p99)
+    assert "gold \N{EN DASH}, target 50.0 ms" in tpot_p99, "no request"
+    assert "mean TTFT|" in seen["texts"]["online"], "all have no common target"
+    assert "NaN" not in seen["texts"]["charts"] and "undefined" not in seen["texts"]["charts"]
+
+
+def test_a_p99_is_of_the_requests_of_five_minutes():
+    history = History()
+    for minute in range(12):
+        one = state() | {
+            "histograms": {"ttft": {bucket_of(10): 1, bucket_of(1): minute}, "tpot": {}}
+        }
+        for tenth in range(6):
+            history.add(60 * minute + 10 * tenth, [one, one])
+    p99s = [sample["ttft_p99_s"] for sample in history.to_dict()["samples"]]
+    assert p99s[0] is None and p99s[-1] == pytest.approx(1, rel=0.015)
+    assert p99_s(Counter({bucket_of(1): 99, bucket_of(5): 1})) == pytest.approx(1, rel=0.015)
+    assert p99_s(Counter({bucket_of(1): 98, bucket_of(5): 2})) == pytest.approx(5, rel=0.015)
 
 
 def numbers_of_idle():

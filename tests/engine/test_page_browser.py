@@ -16,6 +16,7 @@ from tests.browser import browsing, find_browser
 from tests.engine.test_page import hour, state
 
 KEY = "a-key"
+TIERS = {"gold": {"ttft_ms": 1000, "tpot_ms": 50}, "free": {"ttft_ms": 4000, "tpot_ms": 75}}
 SCREENS = [(1200, 800), (970, 800), (700, 900), (390, 844)]
 
 
@@ -37,10 +38,11 @@ def api(tmp_path_factory):
         if request.headers.get("authorization") != f"Bearer {KEY}":
             return JSONResponse({"error": "Unauthorized"}, status_code=401)
         slo = {"ttft_ms": 1000, "tpot_ms": 50}
-        return {"policy": "hygen", "slo": slo, "shutting_down": False, "replicas": [state()]}
+        server = {"policy": "hygen", "slo": slo, "tiers": TIERS, "shutting_down": False}
+        return server | {"replicas": [state(tiers=TIERS)]}
 
     async def show_hour():
-        return hour()
+        return hour(tiers=TIERS)
 
     stand_in.app.add_api_route("/cosched", show)
     stand_in.app.add_api_route("/cosched/history", show_hour)
@@ -83,7 +85,7 @@ def test_it_asks_for_the_key(browser, api):
     assert browser.value("document.getElementById('live').hidden")
     browser.value(enter % json.dumps(KEY))
     browser.wait_for("document.querySelectorAll('#batch-rows tr').length == 3")
-    assert browser.value("document.getElementById('keys').hidden")
+    browser.wait_for("document.getElementById('keys').hidden")
     assert all("401" in complaint for complaint in browser.complaints)
 
 
@@ -103,7 +105,7 @@ def test_all_can_be_seen_without_scrolling_to_the_side(shown, width, height, is_
     )
     assert browser.value("document.documentElement.scrollWidth") == width
     assert browser.value("(w => w.scrollWidth <= w.clientWidth)(document.querySelector('.wide'))")
-    browser.wait_for("document.querySelectorAll('#charts figure').length == 6")
+    browser.wait_for("document.querySelectorAll('#charts figure').length == 8")
     assert browser.value("document.querySelector('#charts path').getBBox().width") > 0
     outside = f"e => e.getBoundingClientRect().right > {width}"
     assert not browser.value(
