@@ -72,10 +72,11 @@ class Account:
 
     def charge(self, requests: Sequence[Charged], shape: BatchShape, seconds: float) -> None:
         """An iteration took `seconds` of the device. requests: in the order of the shape, prefills
-        first."""
+        first; where that is unknown, they pay alike."""
         if not requests:
             return
-        weights = _weights(shape, self._predict_s)
+        has_shape = shape.prefills or shape.decodes
+        weights = _weights(shape, self._predict_s) if has_shape else np.ones(len(requests))
         if len(weights) != len(requests):  # beams: their further rows come last
             weights = weights[: len(requests)] * [r.traits.num_rows for r in requests]
         if any([request.is_ended for request in requests]):

@@ -26,7 +26,10 @@ FLAGS = {
 
 @pytest.fixture
 def make_engine(tiny_model, monkeypatch):
-    """`make_engine(policy=..., overlap=..., config={...}, **{flag: value})` -> LocalEngine."""
+    """`make_engine(policy=..., overlap=..., config={...}, **{flag: value})` -> LocalEngine.
+
+    real_time: else its time passes only while iterations run, the same on every machine.
+    """
     from cosched.lab.local_engine import LocalEngine
 
     engines = []
@@ -39,6 +42,7 @@ def make_engine(tiny_model, monkeypatch):
         switches=(),
         config=None,
         tokenizer=False,
+        real_time=False,
         **flags,
     ):
         for engine in engines:
@@ -52,8 +56,10 @@ def make_engine(tiny_model, monkeypatch):
         arguments += [text for pair in chosen.items() for text in pair]
         arguments += ["--enable-mixed-chunk"] if mixed else []
         arguments += [] if overlap else ["--disable-overlap-schedule"]
-        engines.append(LocalEngine(arguments, tokenizer=tokenizer))
-        return engines[-1]
+        engines.append(engine := LocalEngine(arguments, tokenizer=tokenizer))
+        if not real_time and hasattr(engine.scheduler, "cosched_observer"):
+            use_stepping_clock(engine.scheduler)
+        return engine
 
     yield make
     for engine in engines:
@@ -93,19 +99,23 @@ class SteppingClock:
         return is_over()
 
 
-def with_virtual_time(engine, *, s_per_iteration=0.005, s_per_token=1e-4):
-    """Its engine, in which an iteration computes as before and takes a time that depends on its
-    tokens alone: what is decided is the same on every machine."""
-    clock = SteppingClock()
-    engine.scheduler.cosched_observer.use_virtual_clock(clock)
+def use_stepping_clock(scheduler, *, s_per_iteration=0.005, s_per_token=1e-4):
+    """Iterations compute as before and take a time that depends on their tokens alone: what is
+    decided is the same on every machine."""
+    clock, observer = SteppingClock(), scheduler.cosched_observer
+    observer.use_virtual_clock(clock)
+    launch = observer.launch
 
-    def forward(batch, **options):
-        num_tokens = len(batch.reqs) if batch.forward_mode.is_decode() else sum(batch.extend_lens)
-        clock.time_s += s_per_iteration + s_per_token * num_tokens
-        return compute(batch, **options)
+    def launch_and_step(run, batch):
+        def run_and_step():
+            is_decode = batch.forward_mode.is_decode()
+            num_tokens = len(batch.reqs) if is_decode else sum(batch.extend_lens or ())
+            clock.time_s += s_per_iteration + s_per_token * num_tokens
+            return run()
 
-    compute = engine.replace_forward(forward, computes=True)
-    return engine
+        return launch(run_and_step, batch)
+
+    observer.launch = launch_and_step
 
 
 def random_traffic(

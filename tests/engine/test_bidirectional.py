@@ -5,7 +5,7 @@ import pytest
 
 import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.errors import ConfigError
-from tests.engine.conftest import random_traffic, with_virtual_time
+from tests.engine.conftest import random_traffic
 from tests.engine.test_partial_decode import hold_at_random
 
 SHARED = {"kv": {"bidirectional_pages": True}}
@@ -26,7 +26,7 @@ def test_sharing_pages_changes_no_token(
     """holds: decodes are paused too."""
     monkeypatch.setenv("SGLANG_CHECK_KV_PAGE_INVARIANTS", "1")
     flags = {"overlap": overlap, "mixed": mixed, "page_size": page_size}
-    engine = with_virtual_time(make_engine(config=SHARED, **flags, max_total_tokens=num_tokens))
+    engine = make_engine(config=SHARED, **flags, max_total_tokens=num_tokens)
     allocator = engine.scheduler.token_to_kv_pool_allocator
     if holds:
         hold_at_random(engine, seed=1)

@@ -167,7 +167,8 @@ def test_what_requests_cost_is_counted_by_key_and_class_and_told_at_the_end(expo
 
 def test_who_is_late_is_counted_and_told_with_its_first_token(export):
     """A target of a nanosecond is over before anybody plans."""
-    engine, value = export(policy="cosched", config={"claims": {"floor_ratio": 0.0}})
+    config = {"claims": {"floor_ratio": 0.0}}
+    engine, value = export(policy="cosched", config=config, real_time=True)
     told = {}
 
     class Outbox:

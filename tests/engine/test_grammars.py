@@ -10,7 +10,7 @@ from tests.engine.conftest import assert_drained, prompt
 
 @pytest.fixture
 def engine(make_engine):
-    return make_engine(policy="hygen", tokenizer=True)
+    return make_engine(policy="hygen", tokenizer=True, real_time=True)
 
 
 def submit_constrained(engine, rid, regex):

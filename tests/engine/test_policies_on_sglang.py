@@ -21,7 +21,6 @@ from tests.engine.conftest import (
     prompt,
     random_traffic,
     view_now,
-    with_virtual_time,
     without_model,
 )
 
@@ -159,7 +158,7 @@ def test_forced_exchange_of_bros_changes_no_token(make_engine, overlap, page_siz
 @pytest.mark.parametrize(("page_size", "overlap"), [(1, True), (16, False)])
 def test_cosched_preempts_late_prefills_and_answers_all_requests(make_engine, page_size, overlap):
     """Most targets are missed from the start, and prompts have many chunks."""
-    engine = with_virtual_time(make_engine(policy="cosched", overlap=overlap, page_size=page_size))
+    engine = make_engine(policy="cosched", overlap=overlap, page_size=page_size)
     preempted = set()
 
     def look():

@@ -10,7 +10,6 @@ from tests.engine.conftest import (
     prompt,
     random_traffic,
     view_now,
-    with_virtual_time,
     without_model,
 )
 
@@ -296,7 +295,7 @@ def test_tenants_of_a_real_scheduler_share_it_and_keep_their_limits(make_engine,
     """The first tenant's job comes first; the last one's is done long before it."""
     limits = {"keys": {"k": {"name": "limited", "max_running_offline": 2}}}
     config = {"claims": limits, "pool": {"tenant_lag_s": 0.02}}
-    engine = with_virtual_time(make_engine(policy=policy, config=config))
+    engine = make_engine(policy=policy, config=config)
     names = ["many"] * 60 + ["limited"] * 6 + ["few/night"] * 6
     for i, name in enumerate(names):
         custom = {"cosched_server": {"name": name}}
