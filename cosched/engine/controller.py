@@ -207,6 +207,7 @@ class Controller:
         """The tokens of an iteration are known. iteration: None if its launch was not observed."""
         if iteration is not None:
             self._log(lambda log: log.finished(iteration, batch))
+            self.waiting.computed(batch.reqs[: len(iteration.shape.prefills)])
         self.table.came(batch)
         requests = [t for req in batch.reqs if (t := TrackedRequest.of(req)) is not None]
         if self.timekeeper is not None:
@@ -379,11 +380,10 @@ class Controller:
     def _preempt(self, plan: Plan, running_batch: Any) -> None:
         if not plan.preempt:
             return
-        scheduler = self.scheduler
         modes = {preemption.rid: preemption.mode for preemption in plan.preempt}
-        unfinished = scheduler.chunked_req
+        unfinished = self.scheduler.chunked_req
         if unfinished is not None and unfinished.rid in modes:
-            scheduler.chunked_req = None
+            self.scheduler.chunked_req = None
             self._put_back(unfinished, modes[unfinished.rid])
         stopped = [req for req in running_batch.reqs if req.rid in modes]
         for req in stopped:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from cosched.engine.tree_core import RankedTreeCore, WatchedTreeCore, place_of, 
 from cosched.memory.config import KvConfig
 from cosched.memory.demand import OnlineDemand
 from cosched.memory.eviction import ORDERS, CopyOrder, Eviction, LeastRecentlyUsed, Leaves
-from cosched.memory.node import Visit
+from cosched.memory.node import KvNode, Visit
 from cosched.memory.occupancy import KvOccupancy, host_occupancy_of, occupancy_of
 from cosched.memory.reuse import ReuseModel, block_hashes
 from cosched.memory.tree import KvTree
@@ -184,6 +184,11 @@ class KvManager:
         """A request has ended; its memory is released before the next plan."""
         if tracked.request_class is RequestClass.ONLINE:
             self._gone.append(tracked)
+
+    def path_of(self, tracked: TrackedRequest) -> Iterator[KvNode]:
+        """What an admitted request uses of the tree, from its end upwards."""
+        node = None if self.core.is_off else self.kv_tree.nodes.get(port.last_node(tracked.req))
+        return iter(()) if node is None else node.upwards()
 
     def forget_waiting(self) -> None:
         """The pool no longer reports which requests wait."""

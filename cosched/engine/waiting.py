@@ -94,6 +94,14 @@ class WaitingQueue:
             with self._pool() as pool:
                 pool.ended(num_tokens_of(tracked), seconds, tracked.rid)
 
+    def computed(self, reqs: Iterable[Any]) -> None:
+        """A chunk of each of these prompts was computed; the last chunk of a prompt is in the tree
+        now."""
+        if self.kv is not None:
+            with self._guard.watching("account"):
+                for req in reqs:
+                    self.account.computed(req.cosched.payer.key, self.kv.path_of(req.cosched))
+
     @property
     def may_admit(self) -> bool:
         """True if any waiting request may be admitted. Paused offline requests do not count."""
@@ -143,6 +151,9 @@ class WaitingQueue:
     def remove_rid(self, rid: str) -> TrackedRequest:
         """Take out a request that is admitted. KeyError when it does not wait."""
         tracked = self._take(rid)
+        if self.kv is not None:
+            with self._guard.watching("account"):
+                self.account.reused(tracked.payer.key, self.kv.path_of(tracked))
         if tracked.request_class is RequestClass.ONLINE:
             self.online.remove(rid)
             with self._pool() as pool:

@@ -50,6 +50,7 @@ class KvNode:
     num_holds   locks on it or below it: no part of it can be evicted while there are any
     last_use    number of the latest use (`KvTree.num_uses`)
     is_online   an online request has used it
+    keys        API keys that have paid for it (`cosched.predict.account`)
     visit       the latest visit that it was part of; None: none has ended yet
     awaiting    waiting online requests that begin with all tokens from the root to its end
     passing     the same of waiting offline requests
@@ -70,6 +71,7 @@ class KvNode:
     num_below: int = 0
     last_use: int = 0
     is_online: bool = False
+    keys: frozenset[str] = frozenset()
     visit: Visit | None = None
     awaiting: int = 0
     passing: int = 0

@@ -170,7 +170,7 @@ class KvTree:
         upper.on_device, upper.on_host = lower.on_device, lower.on_host
         upper.num_below = int(lower.on_device)
         upper.last_use, upper.is_online, upper.visit = lower.last_use, lower.is_online, lower.visit
-        upper.awaiting = lower.awaiting
+        upper.awaiting, upper.keys = lower.awaiting, lower.keys
         upper.passing = lower.passing + sum(
             count for tokens, count in lower.stops.items() if tokens >= num_tokens
         )

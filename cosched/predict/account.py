@@ -13,7 +13,7 @@ Limits   A cached prefix costs the request that computed it, and nothing the req
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -28,6 +28,12 @@ _DECODE = ("num_decodes", "decode_context")
 MOST_NAMES = 1000
 """Tenants beyond are counted with their key: clients choose the names of tenants."""
 
+MOST_DEBTS = 1000
+"""Pairs of keys; the oldest debt is forgotten first."""
+
+MOST_KEYS = 16
+"""Keys that pay for a prefix: what further ones would owe is little, and they owe nothing."""
+
 
 def key_of(name: str) -> str:
     """The name of the API key in ``KEY/TENANT``."""
@@ -37,10 +43,11 @@ def key_of(name: str) -> str:
 class Payer:
     """A tenant's requests of one class, ``KEY/TENANT`` or ``KEY``, and what they cost [s]."""
 
-    __slots__ = ("device_s", "name", "request_class")
+    __slots__ = ("device_s", "key", "name", "request_class")
 
     def __init__(self, name: str, request_class: RequestClass) -> None:
         self.name = name
+        self.key = key_of(name)
         self.request_class = request_class
         self.device_s = 0.0
 
@@ -55,12 +62,27 @@ class Charged(Protocol):
     traits: Traits
 
 
+class PrefixNode(Protocol):
+    """A part of a cached prefix. start, end: tokens from the root; keys: those that have paid for
+    it. A key that has paid for a node has paid for all above it."""
+
+    @property
+    def start(self) -> int: ...
+
+    @property
+    def end(self) -> int: ...
+
+    keys: frozenset[str]
+
+
 class Account:
     """The costs of all requests of one scheduler."""
 
     def __init__(self, predict_s: Callable[[BatchTotals], float]) -> None:
         self._predict_s = predict_s
         self.payers: dict[tuple[str, RequestClass], Payer] = {}
+        self._debts: dict[tuple[str, str], float] = {}
+        """(Debtor, creditor) -> what is owed [s]; never in both directions."""
 
     def payer(self, name: str, request_class: RequestClass) -> Payer:
         """The one of a tenant and a class."""
@@ -82,10 +104,72 @@ class Account:
         if any([request.is_ended for request in requests]):
             running = weights * [not request.is_ended for request in requests]
             weights = running if running.any() else weights
-        shares = (weights * (seconds / weights.sum())).tolist()
-        for request, share_s in zip(requests, shares, strict=True):
+        shares = weights * (seconds / weights.sum())
+        if self._debts:
+            self._settle([request.payer.key for request in requests], shares)
+        for request, share_s in zip(requests, shares.tolist(), strict=True):
             request.device_s += share_s
             request.payer.device_s += share_s
+
+    # --- Cached prefixes ---
+
+    def computed(self, key: str, path: Iterable[PrefixNode]) -> None:
+        """Requests of a key have computed what is new of a path, given from its end upwards."""
+        for node in path:
+            if key in node.keys:
+                return
+            if len(node.keys) < MOST_KEYS:
+                node.keys |= {key}
+
+    def reused(self, key: str, path: Iterable[PrefixNode]) -> None:
+        """A request of a key is admitted with this path in the cache, given from its end
+        upwards."""
+        for node in path:
+            if key in node.keys:
+                return
+            if 0 < len(node.keys) < MOST_KEYS:
+                part_s = self._cost_s(node) / (len(node.keys) + 1) / len(node.keys)
+                for creditor in node.keys:
+                    self._owe(key, creditor, part_s)
+                node.keys |= {key}
+
+    def _cost_s(self, node: PrefixNode) -> float:
+        """What computing it adds to an iteration with prefills."""
+        whole, least = BatchTotals(), BatchTotals()
+        whole.add_prefill(node.end - node.start, node.start)
+        least.add_prefill(1, 0)
+        return max(self._predict_s(whole) - self._predict_s(least), 0.0)
+
+    def _owe(self, debtor: str, creditor: str, seconds: float) -> None:
+        seconds += self._debts.pop((debtor, creditor), 0.0)
+        seconds -= self._debts.pop((creditor, debtor), 0.0)
+        if seconds < 0:
+            debtor, creditor, seconds = creditor, debtor, -seconds
+        if seconds:
+            self._debts[debtor, creditor] = seconds
+        if len(self._debts) > MOST_DEBTS:
+            del self._debts[next(iter(self._debts))]
+
+    def _settle(self, keys: Sequence[str], shares: FloatArray) -> None:
+        """Move shares of creditors to debtors. keys: of the requests of an iteration."""
+        numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+        if len(numbers) == 1:
+            return
+        key_of_share = np.array([numbers[key] for key in keys])
+        before: list[float] = np.bincount(key_of_share, shares).tolist()
+        after = before.copy()
+        for pair in [p for p in self._debts if p[0] in numbers and p[1] in numbers]:
+            debtor, creditor = numbers[pair[0]], numbers[pair[1]]
+            moved_s = min(self._debts[pair], after[creditor])
+            after[creditor] -= moved_s
+            after[debtor] += moved_s
+            self._debts[pair] -= moved_s
+            if not self._debts[pair]:
+                del self._debts[pair]
+        for key, before_s in enumerate(before):
+            if after[key] != before_s:
+                its = key_of_share == key
+                shares[its] = after[key] * (shares[its] / before_s if before_s else 1 / its.sum())
 
     def by_class(self) -> dict[str, dict[str, float]]:
         """Class -> tenant -> what its requests cost [s]."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import cosched.bootstrap  # noqa: F401  # before sglang
-from tests.engine.conftest import assert_drained, prompt
+from tests.engine.conftest import assert_drained, prompt, with_virtual_time, without_model
 
 
 @pytest.fixture
@@ -163,6 +163,29 @@ def test_what_requests_cost_is_counted_by_key_and_class_and_told_at_the_end(expo
     last = {rid: values[-1] for rid, values in told.items() if any(values)}
     assert last.keys() == {"r0", "r1", "r2"} and sum(last.values()) < state.busy_s
     assert [len(told[rid]) for rid in sorted(last)] == [5, 6, 7], "one entry for each token"
+
+
+@pytest.mark.parametrize(("core", "first", "second"), [("python", "a", "b"), ("rust", "b", "a")])
+def test_two_keys_share_the_cost_of_a_prefix(make_engine, monkeypatch, core, first, second):
+    monkeypatch.setenv("SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND", core)
+    engine = make_engine(policy="cosched", chunked_prefill_size=512)
+    # As the predictor assumes before it has learned.
+    with_virtual_time(without_model(engine), s_per_iteration=0.015, s_per_token=5e-4)
+
+    def send(iteration):
+        if iteration in (0, 3, 6):
+            engine.submit(
+                f"r{iteration}",
+                prompt(1, 400) + prompt(2 + iteration, 10),
+                max_new_tokens=80 if iteration < 6 else 1,
+                custom_params={"cosched_server": {"name": second if iteration else first}},
+            )
+
+    engine.run_until_idle(on_iteration=send, max_iterations=500)
+    controller = engine.scheduler.cosched
+    costs, busy_s = controller.state().device_s["online"], controller.observer.busy_s
+    assert sum(costs.values()) == pytest.approx(busy_s, abs=1e-5)
+    assert costs[first] == pytest.approx(costs[second], rel=0.05)
 
 
 def test_who_is_late_is_counted_and_told_with_its_first_token(export):

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cosched.core.batch import BatchShape, Prefill
+from cosched.core.batch import BatchShape, BatchTotals, Prefill
 from cosched.core.request import PLAIN, RequestClass
-from cosched.predict.account import MOST_NAMES, Account
+from cosched.predict.account import MOST_DEBTS, MOST_NAMES, Account
 from cosched.predict.calibration import cold_start_s
 
 
@@ -99,3 +99,107 @@ def test_tenants_that_clients_make_up_do_not_fill_the_memory():
         account.payer(f"acme/{i}", RequestClass.OFFLINE).device_s += 1.0
     assert len(account.payers) <= MOST_NAMES + 1
     assert sum(account.by_class()["offline"].values()) == 3 * MOST_NAMES
+
+
+# --- Cached prefixes ---
+
+
+def linear(totals):
+    return 0.01 + 0.001 * totals.num_new + 0.002 * totals.num_decodes
+
+
+class Prefix(SimpleNamespace):
+    """Nodes of 500 tokens each, as a radix tree keeps them."""
+
+    def __init__(self, num_nodes):
+        nodes = [
+            SimpleNamespace(start=500 * i, end=500 * i + 500, keys=frozenset())
+            for i in range(num_nodes)
+        ]
+        super().__init__(nodes=nodes, path=nodes[::-1])
+
+
+def decode_together(account, names, seconds):
+    requests = requests_of(account, BatchShape(decodes=[9] * len(names)), names=names)
+    account.charge(requests, BatchShape(decodes=[9] * len(names)), seconds)
+    return [request.device_s for request in requests]
+
+
+def costs_of(account):
+    return {name: payer.device_s for (name, _), payer in account.payers.items()}
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abc"), st.integers(1, 4))
+        | st.lists(st.sampled_from(["a", "b", "b/x", "c"]), min_size=1, max_size=6),
+        max_size=40,
+    ),
+    st.booleans(),
+)
+def test_whoever_shares_prefixes_shares_add_up_and_no_counter_falls(steps, is_one_key):
+    account, alone, prefix = Account(linear), Account(linear), Prefix(4)
+    for number, step in enumerate(steps):
+        if isinstance(step, tuple):
+            key = "a" if is_one_key else step[0]
+            path = prefix.nodes[: step[1]][::-1]
+            account.reused(key, path)
+            account.computed(key, path)
+            continue
+        names, before = ["a"] * len(step) if is_one_key else step, costs_of(account)
+        shares = decode_together(account, names, 0.1 * number)
+        assert min(shares) >= 0
+        assert math.isclose(sum(shares), 0.1 * number, rel_tol=1e-9)
+        assert all(s >= before.get(name, 0) for name, s in costs_of(account).items())
+        equal = decode_together(alone, names, 0.1 * number)
+        if is_one_key:
+            assert shares == equal
+    total_s = sum(costs_of(account).values())
+    assert math.isclose(total_s, sum(costs_of(alone).values()), rel_tol=1e-9)
+    assert all(owed_s > 0 for owed_s in account._debts.values())
+    assert not any(pair[::-1] in account._debts for pair in account._debts)
+
+
+@pytest.mark.parametrize("first", "ab")
+@pytest.mark.parametrize("num_nodes", [1, 4])
+def test_two_keys_pay_half_of_a_prefix_each_whoever_came_first(first, num_nodes):
+    second = "b" if first == "a" else "a"
+    account, prefix = Account(linear), Prefix(num_nodes)
+    shape = BatchShape(prefills=[Prefill(500 * num_nodes, 0)])
+    account.charge(requests_of(account, shape, names=[first]), shape, linear(BatchTotals.of(shape)))
+    account.computed(first, prefix.path)
+    for _ in range(3):  # what a key has paid for once costs it nothing later
+        account.reused(second, prefix.path)
+        account.reused(first, prefix.path)
+    for _ in range(200):
+        decode_together(account, [first, second], 0.015)
+    costs = costs_of(account)
+    assert costs["a"] == pytest.approx(costs["b"], rel=0.01)
+    assert not account._debts
+
+
+def test_each_further_key_pays_as_much_as_those_before_it():
+    account, prefix = Account(linear), Prefix(2)
+    account.computed("a", prefix.path)
+    for name in "bcd":
+        account.reused(name, prefix.path)
+        for _ in range(20):
+            decode_together(account, "abcd", 1.0)
+    spent = costs_of(account)
+    prefix_s = 1.0 - 0.001
+    assert spent["a"] == pytest.approx(20 * 3 / 4 - prefix_s * 3 / 4, rel=1e-3)
+    assert spent["b"] == pytest.approx(spent["d"], rel=1e-3)
+
+
+def test_mutual_debts_cancel_and_the_ledger_is_bounded():
+    account, one, other = Account(linear), Prefix(1), Prefix(1)
+    account.computed("a", one.path)
+    account.computed("b", other.path)
+    account.reused("a", other.path)
+    account.reused("b", one.path)
+    assert not account._debts
+    for i in range(MOST_DEBTS + 50):
+        fresh = Prefix(1)
+        account.computed("a", fresh.path)
+        account.reused(f"k{i}", fresh.path)
+    assert len(account._debts) == MOST_DEBTS
