@@ -207,7 +207,7 @@ class CoschedPolicy:
             for rank, order in zip(ranks, orders, strict=True)
         ]
         served = ranks[:num_served]
-        last = first_late(builder, deadlines, self._settings, orders, served)
+        last = first_late(builder, deadlines, orders, served)
         if last is not None:
             return _Attempt(builder, tiers, {}, 0.0, last)
         _make_way(builder, tiers)

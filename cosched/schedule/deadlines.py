@@ -2,7 +2,7 @@
 
 All times are predicted (Echo §5.2: the tightest online deadline bounds the iteration).
 
-    slack of a decode     first token + TPOT * (tokens it will have) - start of the iteration
+    slack of a decode     see `cosched.schedule.decode_slack`
     slack of a prefill    arrival + TTFT * `ttft_aim` - start of the iteration - the time that it
                           and the prefills before it still take
     with online prefills  most of the least slack of the decodes, or TPOT; longer where prefills
@@ -28,10 +28,9 @@ With DP attention (`View.others`) decodes are as fast as those of the slowest ra
 those of all ranks; time that another rank's online work takes anyway is free.
 
 Whether a request meets its target is decided over many iterations. So the margin that the predictor
-adds to each iteration for disturbances (`Predictor.margin`) is taken out of these estimates. A TPOT
-target below the time of the shortest iteration counts as none. Where online requests fill the KV
-memory their decodes get a shorter iteration than their targets need: a request that decodes slowly
-holds its KV for longer, and new requests wait for it.
+adds to each iteration for disturbances (`Predictor.margin`) is taken out of these estimates. Where
+online requests fill the KV memory their decodes get a shorter iteration than their targets need: a
+request that decodes slowly holds its KV for longer, and new requests wait for it.
 """
 
 from __future__ import annotations
@@ -42,13 +41,12 @@ from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
-from cosched.core.batch import BatchTotals
-from cosched.core.estimates import Predictor
 from cosched.core.group import RankNeeds
 from cosched.core.request import Request, RequestClass, Slo, num_tokens_of
 from cosched.core.view import ToleranceHeadroom, View
 from cosched.schedule.base import PolicySettings
 from cosched.schedule.builder import PlanBuilder
+from cosched.schedule.decode_slack import OnlineDecodes, beside_s, shortest_s
 from cosched.schedule.ledger import Ledger
 from cosched.schedule.time_budget import TimeBudget
 
@@ -74,15 +72,9 @@ class Deadlines:
         ledger.add_decodes(builder.online.contexts)
         self._margin = 1 + view.predictor.margin
         self._others_s = view.others.alone_s / self._margin
-        own_s = max(ledger.seconds() / self._margin, self._others_s)
-        self._online_token_s = own_s / view.tokens_per_decode
-        self.slacks = _decode_slacks(
-            builder,
-            settings.slo,
-            settings.budgets.aim,
-            view.predictor,
-            token_s=self._online_token_s if give_up else None,
-        )
+        self.decodes = OnlineDecodes(builder, settings)
+        self._online_token_s = self.decodes.token_s()
+        self.slacks = self.decodes.slacks(token_s=self._online_token_s if give_up else None)
         builder.count_fixed_decodes()
         self._count()
 
@@ -166,8 +158,7 @@ class Deadlines:
 
     def num_tpot_misses(self, prefills: Iterable[tuple[float, float]]) -> float:
         """Running online requests that are expected to miss their TPOT targets because they wait
-        for prefills. A decode catches up in iterations that are shorter than its target, unless its
-        reply ends before; a share 2^(-n/median) of replies lasts n more tokens.
+        for prefills. A decode catches up in iterations that are shorter than its target.
 
         prefills  by deadline: time that each takes, and time until its deadline [s]
         """
@@ -182,23 +173,13 @@ class Deadlines:
             work_s += seconds
             needed_s = within_s - (within_s - work_s) * tpot_s / alone_s
             borrowed_s = max(borrowed_s, min(needed_s, work_s))
-        view = self._builder.view
-        num_misses = 0.0
-        for request, context in zip(*self._builder.online, strict=True):
-            own_s = _target(request.slo.tpot_s, self._settings.slo.tpot_s)
-            first_s = request.first_token_s
-            since_first_s = 0.0 if first_s is None else view.start_s - first_s
-            behind_s = since_first_s - own_s * (context - request.num_prompt_tokens)
-            before, after = (max(behind_s + s, 0.0) / won_s for s in (0.0, borrowed_s))
-            median = max(view.length(request).median, 1)
-            num_misses += 2.0 ** (-before / median) - 2.0 ** (-after / median)
-        return num_misses
+        return self.decodes.num_misses(borrowed_s, won_s)
 
     def _longer_s(self, headroom: ToleranceHeadroom, online_s: float) -> float:
         """Most time of an iteration that takes `online_s` without offline work [s]."""
         if not online_s:
             # A request that arrives finds it running; no iteration is shorter than the shortest.
-            least_s = _LEAST_IDLE * _shortest_s(self._builder.view.predictor)
+            least_s = _LEAST_IDLE * shortest_s(self._builder.view.predictor)
             return math.inf if headroom.wait_s is None else max(headroom.wait_s, least_s)
         added_s = math.inf if headroom.wait_s is None else headroom.wait_s
         if headroom.share is not None and self.slacks.contexts:
@@ -245,7 +226,7 @@ class Deadlines:
 
     def decodes_first_s(self) -> float:
         """The same where no decode is to be late for a first token [s]."""
-        return max(self.slacks.aimed_s, _beside_s(self.alone_s, self.slacks.tpot_s))
+        return max(self.slacks.aimed_s, beside_s(self.alone_s, self.slacks.tpot_s))
 
     def offline_s(self, prefills: PrefillSlacks, *, burst: float | None = None) -> float:
         """Time of an iteration with offline work [s]. burst: in place of `Budgets.burst`."""
@@ -312,8 +293,7 @@ class Deadlines:
     @property
     def _least_s(self) -> float:
         """`RankNeeds.least_s`."""
-        beside_s = self._margin * _beside_s(self.alone_s, self.slacks.tpot_s)
-        return max(beside_s, self._predicted_s)
+        return max(self._margin * beside_s(self.alone_s, self.slacks.tpot_s), self._predicted_s)
 
     def needs(self, budget: TimeBudget) -> RankNeeds:
         """What this rank needs, for the other ranks. budget: of its own needs alone."""
@@ -374,85 +354,12 @@ _LEAST_GROWTH = 1.5
 """An iteration with online prefills may take this many times the time of the decodes alone, even if
 they miss their targets by it."""
 
-_LEAST_BESIDE = 1.2
-"""The same where decodes come first and meet their targets (`_beside_s`)."""
-
-
-def _beside_s(alone_s: float, tpot_s: float) -> float:
-    """Time of an iteration with online prefills where decodes are behind and come first [s]: at
-    most half of what these leave of the TPOT target is for prefills, so that they catch up."""
-    return min(_LEAST_BESIDE * alone_s, (alone_s + tpot_s) / 2)
-
-
 _LEAST_IDLE = 1.25
 """Without online requests an iteration may take this many times the shortest one, whatever
 tolerance mode says of TTFT."""
 
 _RELAXED_SHARE = 0.5
 """Of the TTFT target: with less left than this, an online prompt is not cut for a tile's sake."""
-
-
-class _DecodeSlacks(NamedTuple):
-    """Of the running online requests.
-
-    contexts  tokens that each attends to in its next decode
-    least_s   how long the iteration may take for all their next tokens to be in time [s]
-    aimed_s   the same for targets that are `aim` times theirs [s]
-    tpot_s    the least TPOT target, the server's among them [s]
-    """
-
-    contexts: Sequence[int]
-    least_s: float
-    aimed_s: float
-    tpot_s: float
-
-
-def _decode_slacks(
-    builder: PlanBuilder, default: Slo, aim: float, predictor: Predictor, *, token_s: float | None
-) -> _DecodeSlacks:
-    """token_s: time of one token of each of these decodes alone [s]. Requests that are expected to
-    miss their targets at that pace do not count, nor those that are behind and cannot catch up
-    beside prefills. None: all requests count."""
-    view = builder.view
-    start_s = view.start_s
-    shortest_s: float | None = None
-    default_tpot_s = least_tpot_s = _target(default.tpot_s, None)
-    least_s = aimed_s = math.inf
-    requests, contexts = builder.online
-    for request, context in zip(requests, contexts, strict=True):
-        tpot_s = request.slo.tpot_s
-        if tpot_s is None:
-            tpot_s = default_tpot_s
-        elif tpot_s < default_tpot_s:
-            if shortest_s is None:
-                shortest_s = _shortest_s(predictor) / (1 + predictor.margin)
-            if tpot_s < shortest_s:
-                tpot_s = default_tpot_s
-        first_s = request.first_token_s
-        since_first_s = 0.0 if first_s is None else start_s - first_s
-        allowed_s = tpot_s * (context - request.num_prompt_tokens)
-        slack_s, aimed_slack_s = allowed_s - since_first_s, aim * allowed_s - since_first_s
-        if token_s is not None:
-            if slack_s < 0:
-                catch_up_s = min(_beside_s(token_s, tpot_s), view.mean_iteration_s)
-                if -slack_s > view.length(request).upper * (tpot_s - catch_up_s):
-                    continue
-            if token_s > tpot_s and slack_s < view.length(request).median * (token_s - tpot_s):
-                continue
-        least_tpot_s = min(least_tpot_s, tpot_s)
-        if slack_s < least_s:
-            least_s = slack_s
-        if aimed_slack_s < aimed_s:
-            aimed_s = aimed_slack_s
-    return _DecodeSlacks(contexts, least_s, aimed_s, least_tpot_s)
-
-
-def _shortest_s(predictor: Predictor) -> float:
-    """Predicted time of the shortest iteration that decodes anything [s]; without the predictor's
-    margin no target below it can be met."""
-    totals = BatchTotals()
-    totals.add_decodes((1,))
-    return predictor.predict_s(totals)
 
 
 class PrefillSlacks(NamedTuple):

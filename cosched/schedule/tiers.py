@@ -9,17 +9,16 @@ Set aside    Where a request of a tier would miss a target or finds no memory, r
              iteration in which a lower one comes first.
 
 A request counts as one that would miss a target if it is late or left out (`OnlineOrder.late`), or
-if it decodes and its next token would be late in an iteration of all online decodes.
+if it decodes, its next token would be late in an iteration of all online decodes, and it can be in
+time without those of lower tiers (`OnlineDecodes.is_behind`).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 
 from cosched.core.plan import SkipReason
 from cosched.core.tiers import Tier
-from cosched.schedule.base import PolicySettings
 from cosched.schedule.builder import PlanBuilder
 from cosched.schedule.deadlines import Deadlines
 from cosched.schedule.online_order import OnlineOrder
@@ -37,15 +36,16 @@ def tiers_in_order(tiers: Sequence[Tier], credits: Sequence[float]) -> tuple[int
 def first_late(
     builder: PlanBuilder,
     deadlines: Deadlines,
-    settings: PolicySettings,
     orders: Sequence[OnlineOrder],
     tiers: Sequence[int],
 ) -> int | None:
     """The first place in `tiers` with a request that would miss a target, while lower tiers run;
     None: there is none. No tier of `tiers` is set aside."""
     lowest = _lowest_running(builder, tiers)
-    behind = _behind(builder, deadlines, settings) if lowest else set()
-    return next((rank for rank in range(lowest) if orders[rank].late or rank in behind), None)
+    for rank in range(lowest):
+        if orders[rank].late or deadlines.decodes.is_behind(rank, deadlines.alone_s):
+            return rank
+    return None
 
 
 def first_without_room(
@@ -68,20 +68,6 @@ def _lowest_running(builder: PlanBuilder, tiers: Sequence[int]) -> int:
     if len(tiers) < 2 or list(tiers) != sorted(tiers):
         return 0
     return max((request.tier for request in builder.online.requests), default=0)
-
-
-def _behind(builder: PlanBuilder, deadlines: Deadlines, settings: PolicySettings) -> set[int]:
-    """Tiers with a request whose next token would be late, and that can still catch up."""
-    view, found = builder.view, set()
-    for request, context in zip(*builder.online, strict=True):
-        tpot_s = request.slo.tpot_s or settings.slo.tpot_s or math.inf
-        since_first_s = view.start_s - (request.first_token_s or view.start_s)
-        allowed_s = tpot_s * (context - request.num_prompt_tokens)
-        if settings.budgets.aim * allowed_s - since_first_s < deadlines.alone_s:
-            most_s = tpot_s * view.length(request).upper / 2
-            if since_first_s - allowed_s < most_s:
-                found.add(request.tier)
-    return found
 
 
 def next_credits(
