@@ -23,6 +23,9 @@ FLAGS = {
     "--log-level": "error",
 }
 
+HOST_RESERVE = "sglang.srt.mem_cache.pool_host.base.HICACHE_HOST_MEMORY_RESERVE_BYTES"
+"""Free memory of the host that SGLang demands beside its pool: 10 GB; these pools have megabytes."""
+
 
 @pytest.fixture
 def make_engine(tiny_model, monkeypatch):
@@ -48,6 +51,7 @@ def make_engine(tiny_model, monkeypatch):
         for engine in engines:
             engine.close()
         engines.clear()
+        monkeypatch.setattr(HOST_RESERVE, 0)
         monkeypatch.setenv(
             ENV_VAR, json.dumps({"policy": policy, "strict": True, **(config or {})})
         )
