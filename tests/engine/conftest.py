@@ -24,7 +24,7 @@ FLAGS = {
 }
 
 HOST_RESERVE = "sglang.srt.mem_cache.pool_host.base.HICACHE_HOST_MEMORY_RESERVE_BYTES"
-"""Free memory of the host that SGLang demands beside its pool: 10 GB; these pools have megabytes."""
+"""Free memory that SGLang demands beside its pool in host memory: 10 GB; these pools are small."""
 
 
 @pytest.fixture
