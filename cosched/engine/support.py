@@ -342,10 +342,12 @@ def _refused_batches(resolved: Any, config: Config) -> Iterator[str]:
 
 def _without_front_end(resolved: Any, config: Config) -> Iterator[str]:
     reason = why_no_batches(resolved, config.batches)
-    if other_front_end(resolved) is not None:
+    front_end = other_front_end(resolved)
+    if front_end is not None:
+        but = ", but not in /v1/completions" if front_end == "SGLANG_RUST_SERVER" else ""
         yield (
             f"Files and Batches, service_tier, x-cosched headers, claims, /cosched ({reason}; it "
-            "passes `priority` and `custom_params`)"
+            f"passes `priority` and `custom_params`{but})"
         )
     elif reason is not None and not config.batches.is_on:
         yield f"Files and Batches ({reason})"
