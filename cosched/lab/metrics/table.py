@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import IO
 
 from rich import box
@@ -15,11 +16,11 @@ from cosched.lab.metrics.summary import Summary, compare
 
 _SHOWN = (
     *("TTFT met %", "TPOT met %", "both met %", "TTFT p50 s", "TTFT p99 s", "missed TTFT p99 s"),
-    *("tier 1 met %", "tier 2 met %", "tier 3 met %"),
     *("TPOT p50 ms", "TPOT p99 ms", "TBT p99 ms", "job done s", "mean completion s"),
     *("p95 completion s", "work/s", "of bound %", "offline tokens/s", "offline req/s"),
     *("online hit %", "offline hit %", "evicted prompt tokens", "preemptions", "recomputed tokens"),
 )
+_ALSO_BY_TIER = (*_SHOWN[:6], "TPOT p50 ms", "TPOT p99 ms", "TBT p99 ms", "online hit %")
 _UNLIMITED = 10_000
 
 
@@ -30,6 +31,11 @@ def markdown_rows(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _broken(header: str) -> str:
+    """In two lines."""
+    return header.replace(" ", "\n", 1)
+
+
 def print_table(
     summaries: Mapping[str, Summary],
     *,
@@ -37,17 +43,15 @@ def print_table(
     marked: Collection[str] = (),
     file: IO[str] | None = None,
 ) -> None:
-    """Print one row per setting to `file` or stdout; with a baseline also the ratios of its p99.
+    """Print one row per setting to `file` or stdout, and one for each of its tiers; with a baseline
+    also the ratios of its p99.
 
     Marked names get an exclamation mark; columns without values are left out. Lines may be wider
     than the terminal: no number is cut.
     """
     if baseline is not None and baseline not in summaries:
         raise ConfigError(f"unknown baseline {baseline!r}; choose from {choices(summaries)}")
-    cells = {
-        name.replace(" ", "\n", 1): [COLUMNS[name].shown(s) for s in summaries.values()]
-        for name in _SHOWN
-    }
+    cells = {_broken(name): [COLUMNS[name].shown(s) for s in summaries.values()] for name in _SHOWN}
     if baseline is not None:
         compared = [compare(s, summaries[baseline]) for s in summaries.values()]
         for metric in ("ttft", "tpot"):
@@ -59,10 +63,14 @@ def print_table(
     table.add_column("\nsetting", no_wrap=True)
     for header in headers:
         table.add_column(header, justify="right", no_wrap=True)
-    for index, name in enumerate(summaries):
+    for index, (name, summary) in enumerate(summaries.items()):
         title = f"{name} (base)" if name == baseline else name
         title += " (!)" if name in marked else ""
         table.add_row(title, *(cells[header][index] or "-" for header in headers))
+        for tier, served in summary.tiers.items():
+            alone = replace(summary, online=served)
+            values = {_broken(name): COLUMNS[name].shown(alone) for name in _ALSO_BY_TIER}
+            table.add_row(f"  tier {tier}", *(values.get(header) or "-" for header in headers))
     console = Console(file=file)
     natural = console.measure(table, options=console.options.update(width=_UNLIMITED))
     console.width = max(console.width, natural.maximum)

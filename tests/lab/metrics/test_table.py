@@ -54,3 +54,17 @@ def test_a_baseline_adds_ratios():
     assert cells(with_ratios)[-2:] == ["4.00", "1.00"]
     with pytest.raises(ConfigError, match="unknown baseline 's9'; choose from cosched, s0"):
         print_table(summaries(), baseline="s9")
+
+
+def test_a_row_for_each_tier():
+    met = request(0.0, (0.5, 0.75), slo=SLO, priority=10)
+    missed = request(0.0, (2.0, 2.25), slo=SLO, priority=0)
+    file = io.StringIO()
+    print_table({"live": summarize([met, missed])}, file=file)
+    lines = [line.split() for line in file.getvalue().splitlines() if line.strip()]
+    assert [line[:4] for line in lines[-3:]] == [
+        ["live", "50.0", "100.0", "50.0"],
+        ["tier", "10", "100.0", "100.0"],
+        ["tier", "0", "0.0", "100.0"],
+    ]
+    assert lines[-1][-2:] == ["-", "-"], "preemptions are not told by tier"
