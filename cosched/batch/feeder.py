@@ -352,13 +352,16 @@ class Feeder:
         demands = []
         taken = await asyncio.to_thread(self._store.num_taken)
         for batch in found:
-            num_in_flight = max(len(self._in_flight.get(batch.id, ())), taken.get(batch.id, 0))
+            num_here = len(self._in_flight.get(batch.id, ()))
+            num_in_flight = max(num_here, taken.get(batch.id, 0))
+            # A batch that this server could hold alone: the others take their parts of it.
+            part = math.ceil(batch.num_left / self.num_servers)
             demands.append(
                 Demand(
                     batch_id=batch.id,
                     tenant=batch.owner_and_tenant,
                     num_in_flight=num_in_flight,
-                    num_waiting=batch.num_left - num_in_flight,
+                    num_waiting=min(batch.num_left - num_in_flight, part - num_here),
                     weight=self._weight(batch),
                     due=batch.expires_at if self._is_late(batch) else None,
                 )

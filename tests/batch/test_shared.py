@@ -67,6 +67,19 @@ def test_any_server_is_asked_and_all_answer(two):
     assert (first.asked + second.asked).total() == 1500, "no line is sent twice"
 
 
+def test_a_batch_that_one_server_could_hold_runs_on_both(two):
+    (first, at_first), (second, at_second) = two
+    for api in (at_first, at_second):
+        until(lambda at=api.url: listed(at)["cosched"] == {"servers": 2})
+    first.is_held = second.is_held = True
+    batch = at_first.create(lines(40))
+    until(lambda: first.num_in_flight + second.num_in_flight == 40)
+    assert first.num_in_flight == second.num_in_flight == 20
+    first.is_held = second.is_held = False
+    assert at_first.outcome(at_first.wait(batch)) == answers(40)
+    assert (first.asked + second.asked).total() == 40
+
+
 def test_a_server_that_ends_leaves_its_lines_at_once(folder, postgres_url):
     config = BatchesConfig(folder=str(folder), url=postgres_url, lease_s=10_000)
     first, second = StandIn(config), StandIn(config)
