@@ -308,6 +308,9 @@ class Ledger:
     def charge_continuation(self, request: Request, num_tokens: int) -> None:
         """Spend what `num_tokens` more of an unfinished prefill take."""
         self.slots -= 1
+        if self._forecast is not None and self._view.promised(request) != request.num_output_tokens:
+            # It was admitted by another rule, such as the safe one.
+            self.promises[request.rid] = request.num_output_tokens
         for side in self._side:
             side.charge_continuation(request, num_tokens)
         self._charge_prefill(request, request.num_computed_tokens, num_tokens)

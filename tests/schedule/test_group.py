@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cosched.core.group import NO_OTHERS, OtherRanks, RankNeeds, others_of
@@ -11,7 +11,7 @@ from cosched.core.request import Slo
 from cosched.policies import POLICIES
 from cosched.schedule.base import Budgets, PolicySettings
 from cosched.schedule.validate import validate
-from tests.factories import FakeView, decoding, make_caps, offline, online
+from tests.factories import FakeView, decoding, make_caps, offline, online, prefilled
 from tests.schedule.limits import seconds_of
 from tests.schedule.views import views
 
@@ -69,8 +69,19 @@ def test_the_policies_that_plan_groups_say_what_they_need():
         assert needs_of(name, view_of()).alone_s == 0
 
 
+ADMITTED_BY_ANOTHER_RULE = FakeView(
+    caps=make_caps(promises=True),
+    total_kv=580,
+    unfinished=(prefilled(online("part0", 200, max_new_tokens=300), 100),),
+    online=(online("on0", 100, max_new_tokens=300),),
+)
+"""The unfinished prefill has no promise, as after a plan of the safe rule: there is memory for both
+requests if it gets one."""
+
+
 @pytest.mark.parametrize("name", GROUPED)
 @settings(max_examples=100)
+@example(view=ADMITTED_BY_ANOTHER_RULE)
 @given(view=views())
 def test_a_group_of_one_rank_plans_as_without_a_group(name, view):
     alone = plan_of(name, view)

@@ -119,7 +119,6 @@ def test_no_plan_is_refused_and_a_higher_tier_is_never_preempted_for_a_lower_one
 
     view = replace(
         view,
-        promises=dict.fromkeys(view.promises, 0),
         running=tiered(view.running),
         unfinished=tiered(view.unfinished),
         online=tiered(view.online),
