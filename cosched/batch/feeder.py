@@ -14,6 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, BinaryIO
 
 from cosched.batch.config import BatchesConfig
@@ -37,6 +38,8 @@ _INTERNAL_ERROR = Failure(
 )
 _STEP_S = 1.0
 """Between two steps when nothing happens: windows may have ended."""
+_BEGUN_S = 3.0
+"""In which a server takes no more than its part of a batch: the others look once in a step."""
 _PROGRESS_S = 2.0
 """Between two requests for the progress of the schedulers."""
 _SWEEP_S = 60.0
@@ -52,8 +55,7 @@ _PAST_BATCHES = 8
 _USAGE = ("cached_tokens", "reasoning_tokens", "device_s")
 _WITH_LINES = (Status.VALIDATING, Status.IN_PROGRESS)
 _SHARES_AHEAD = 4
-"""On a shared store a server sets aside a run of lines with a common prefix: a quarter of its part
-of what is left, so that all servers end together."""
+"""On a shared store a server sets aside a quarter of its part of what is left: all end together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,14 +302,8 @@ class Feeder:
     async def _validate(self, batch: Batch) -> None:
         try:
             await self._update_models()
-            await asyncio.to_thread(
-                validate,
-                batch,
-                store=self._store,
-                files=self._files,
-                rules=self._rules,
-                server=self._name,
-            )
+            read = partial(validate, store=self._store, files=self._files, server=self._name)
+            await asyncio.to_thread(read, batch, rules=self._rules)
             self._not_validated.discard(batch.id)
         except Exception as error:
             self._not_validated.add(batch.id)
@@ -354,14 +350,16 @@ class Feeder:
         for batch in found:
             num_here = len(self._in_flight.get(batch.id, ()))
             num_in_flight = max(num_here, taken.get(batch.id, 0))
-            # A batch that this server could hold alone: the others take their parts of it.
-            part = math.ceil(batch.num_left / self.num_servers)
+            num_waiting = batch.num_left - num_in_flight
+            if self._store.now() - batch.times[Status.IN_PROGRESS] < _BEGUN_S:
+                part = math.ceil(batch.num_left / self.num_servers)
+                num_waiting = min(num_waiting, part - num_here)
             demands.append(
                 Demand(
                     batch_id=batch.id,
                     tenant=batch.owner_and_tenant,
                     num_in_flight=num_in_flight,
-                    num_waiting=min(batch.num_left - num_in_flight, part - num_here),
+                    num_waiting=num_waiting,
                     weight=self._weight(batch),
                     due=batch.expires_at if self._is_late(batch) else None,
                 )
