@@ -80,6 +80,8 @@ def views(draw):
     if draw(st.booleans()):
         caps = replace(caps, window_tokens=48, window_slack=16)
         free, evictable = draw(st.sampled_from([0, 160, 800])), draw(st.sampled_from([0, 400]))
+        if not (running or unfinished):
+            evictable = 2000 - free  # no request holds any
         reserved = draw(st.sampled_from([0, 100]))
         window_kv = WindowKv(total=2000, free=free, evictable=evictable, reserved=reserved)
     return FakeView(
