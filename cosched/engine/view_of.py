@@ -38,7 +38,6 @@ from cosched.engine.timekeeper import Moment
 from cosched.engine.tracked import TrackedRequest
 from cosched.engine.waiting import WaitingQueue
 from cosched.schedule.ledger import promised_tokens
-from cosched.schedule.window_ledger import to_fill
 
 _NOTHING = Match(cached=0, evictable=0)
 
@@ -200,17 +199,22 @@ class SchedulerView:
 
     @cached_property
     def window_kv(self) -> WindowKv | None:
-        caps = self.caps
-        if caps.window_tokens is None:
+        if self.caps.window_tokens is None:
             return None
-        # As `window_reserve_of` of each, without a call for it.
+        reserved = int(np.add.reduce(self._window_reserves))
+        return port.window_kv(self._scheduler, reserved=reserved)
+
+    @cached_property
+    def _window_reserves(self) -> Any:
+        """Of each running request: its `window_output`, until it returns as much as it takes."""
+        caps = self.caps
+        assert caps.window_tokens is not None
         num_left, is_certain = self._running.output_left()
         num_left = np.clip(num_left, 0, caps.max_reserved_tokens)
         output = np.where(is_certain, num_left, np.ceil(num_left * self._reserve_ratio))
         held = [port.num_own_in_window(request.req) for request in self.running]
         left = np.maximum(caps.window_tokens + caps.window_slack - np.array(held, int), 0)
-        reserved = int(np.add.reduce(np.minimum(output, left)))
-        return port.window_kv(self._scheduler, reserved=reserved)
+        return np.minimum(output, left)
 
     @cached_property
     def free_slots(self) -> int:
@@ -314,8 +318,8 @@ class SchedulerView:
         return num_left if request.reserves_all else math.ceil(num_left * self._reserve_ratio)
 
     def window_reserve_of(self, request: Request) -> int:
-        held = port.num_own_in_window(_req(request))
-        return to_fill(self.caps, self.window_output(request), held)
+        place = next(n for n, running in enumerate(self.running) if running is request)
+        return int(self._window_reserves[place])
 
     def window_gain(self, request: Request) -> int:
         return self._gain_of(request).in_window

@@ -16,16 +16,8 @@ from __future__ import annotations
 
 import copy
 
-from cosched.core.caps import EngineCaps
 from cosched.core.request import Request, num_tokens_of
 from cosched.core.view import Match, View, WindowKv
-
-
-def to_fill(caps: EngineCaps, num_left: int, num_held: int) -> int:
-    """Tokens of the pool that a request takes for its output until it returns as many as it takes,
-    beside `num_held` tokens outside the radix tree, if it generates `num_left` more."""
-    assert caps.window_tokens is not None
-    return min(num_left, max(caps.window_tokens + caps.window_slack - num_held, 0))
 
 
 class WindowLedger:
@@ -77,7 +69,8 @@ class WindowLedger:
     def _will_hold(self, request: Request, num_cached: int) -> int:
         """Tokens that a request takes beside those of its prompt that are computed."""
         num_new = self._caps.ceil_to_page(num_tokens_of(request) - num_cached)
-        output = to_fill(self._caps, self._view.window_output(request), 0)
+        # It returns as much as it takes once it holds the window and some tokens behind it.
+        output = min(self._view.window_output(request), self._window + self._caps.window_slack)
         return min(num_new, self._window) + self._caps.page_size + output
 
     def _output_of(self, request: Request) -> int:

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from cosched.core.batch import BatchShape, Prefill
+from cosched.engine import port
 from cosched.lab.simulation.run import execute
 from cosched.lab.simulation.windows import seen_through
 from tests.small_runs import spec_of, watch_plans
@@ -20,7 +21,13 @@ def test_half_of_a_context_ends_after_the_window():
 @pytest.mark.parametrize("policy", ["cosched", "hygen"])
 def test_a_small_pool_of_windows_is_never_overdrawn(policy, monkeypatch):
     def look(_policy, view, *_):
-        assert view.window_kv.reserved == sum(map(view.window_reserve_of, view.running))
+        most = view.caps.window_tokens + view.caps.window_slack
+        reserves = [
+            min(view.window_output(r), max(most - port.num_own_in_window(r.req), 0))
+            for r in view.running
+        ]
+        assert [*map(view.window_reserve_of, view.running)] == reserves
+        assert view.window_kv.reserved == sum(reserves)
 
     watch_plans(monkeypatch, look)
     spec = spec_of(policy, overlap=True)
