@@ -32,17 +32,19 @@ class PlanBuilder:
         *,
         stop: PreemptMode | None = None,
         forecast: KvForecast | None = None,
-        aside: Collection[int] = (),
+        tiers: Collection[int] | None = None,
     ) -> None:
         """stop: default mode of `preempt`; None: the cheapest (`preempt_mode`). forecast: admission
-        by expected lengths; None: by the engine's rule, or by promises. aside: tiers whose running
-        requests do not count as online ones: they decode in what the others leave."""
+        by expected lengths; None: by the engine's rule, or by promises. tiers: those that are
+        served; running requests of others are set aside: they do not count as online ones and
+        decode in what these leave. None: tiers do not count."""
         self.view = view
         self.online = view.running_of(RequestClass.ONLINE)
         """Running online requests that are not set aside."""
+        self._tiers = tiers
         self._aside = Decodes([], [])
-        if aside:
-            self.online, self._aside = _divided(self.online, aside)
+        if tiers is not None:
+            self.online, self._aside = _divided(self.online, tiers)
         self._stop = stop
         self.ledger = Ledger(view, forecast=forecast)
         self.prefill: dict[str, int] = {}
@@ -58,7 +60,7 @@ class PlanBuilder:
         """A copy for a trial. O(requests in the plan)."""
         other = object.__new__(PlanBuilder)
         other.view = self.view
-        other.online, other._aside = self.online, self._aside
+        other.online, other._aside, other._tiers = self.online, self._aside, self._tiers
         other._stop = self._stop
         other.ledger = self.ledger.fork()
         other.prefill = self.prefill.copy()
@@ -82,9 +84,24 @@ class PlanBuilder:
         """Running requests of one class that are not preempted, paused ones included."""
         return self._left(self.view.running_of(request_class))
 
+    def is_aside(self, request: Request) -> bool:
+        """True if it is an online request of a tier that is set aside."""
+        if self._tiers is None or request.request_class is RequestClass.OFFLINE:
+            return False
+        return request.tier not in self._tiers
+
     def aside(self) -> Decodes:
         """Running online requests that are set aside and not preempted."""
         return self._left(self._aside)
+
+    def below(self, tier: int) -> list[Request]:
+        """Running online requests of lower tiers that may be preempted, the lowest and youngest
+        first; none where tiers do not count."""
+        if self._tiers is None:
+            return []
+        running = self.running_of(RequestClass.ONLINE).requests
+        lower = [r for r in running if r.tier > tier and r.traits.can_preempt]
+        return sorted(lower, key=lambda r: (r.tier, r.arrival_seq), reverse=True)
 
     def _left(self, decodes: Decodes) -> Decodes:
         if not self._preempted:
@@ -328,12 +345,12 @@ class PlanBuilder:
 
 
 def _divided(decodes: Decodes, tiers: Collection[int]) -> tuple[Decodes, Decodes]:
-    """Those of other tiers, and those of these tiers."""
+    """Those of these tiers, and those of others."""
     is_theirs = [request.tier in tiers for request in decodes.requests]
     others = [not each for each in is_theirs]
     return (
-        Decodes([*compress(decodes.requests, others)], [*compress(decodes.contexts, others)]),
         Decodes([*compress(decodes.requests, is_theirs)], [*compress(decodes.contexts, is_theirs)]),
+        Decodes([*compress(decodes.requests, others)], [*compress(decodes.contexts, others)]),
     )
 
 

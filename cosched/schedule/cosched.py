@@ -41,7 +41,7 @@ served as offline requests are.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -65,13 +65,14 @@ from cosched.schedule.online_order import (
     merged,
     tiers_by_feasibility,
 )
-from cosched.schedule.phases import LEAST_SHARED, Steps, shortest_first, two_phases
-from cosched.schedule.tiers import (
-    first_late,
-    first_without_room,
-    next_credits,
-    tiers_in_order,
+from cosched.schedule.phases import (
+    LEAST_SHARED,
+    Steps,
+    shortest_first,
+    two_phases,
+    victims_for,
 )
+from cosched.schedule.tiers import first_late, next_credits, tiers_in_order
 from cosched.schedule.time_budget import TimeBudget
 from cosched.schedule.turns import Turn, next_turn
 
@@ -124,17 +125,6 @@ class _TierOrder(NamedTuple):
         return LateTurn(min(num_due, LATE_TURN), self.rid)
 
 
-class _Attempt(NamedTuple):
-    """tiers: in the order in which they are served. last: the plan is to be made again with the
-    tiers behind this place set aside; None: it is good."""
-
-    builder: PlanBuilder
-    tiers: Sequence[_TierOrder]
-    limits: Mapping[str, float]
-    idle_s: float
-    last: int | None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoschedOptions:
     """The ablations.
@@ -172,68 +162,54 @@ class CoschedPolicy:
         self._steps = _LONGEST_FIRST if options.longest_first else Steps()
 
     def plan(self, view: View, state: Past) -> tuple[Plan, Past]:
-        tiers = self._settings.tiers
-        ranks = tiers_in_order(tiers, state.credits)
-        num_served = len(ranks)
-        made = self._attempt(view, state, ranks, num_served)
-        while made.last is not None:
-            num_served = made.last + 1
-            made = self._attempt(view, state, ranks, num_served)
-        late = {rid: why for one in made.tiers for rid, why in one.order.newly_late.items()}
-        plan = made.builder.build(limits=made.limits, late=late)
-        begun = plan.prefill.keys() - {request.rid for request in view.unfinished}
-        turns, credits = [*state.turns], state.credits
-        for rank, one in zip(ranks, made.tiers, strict=True):
-            turns[rank] = one.turn_after(state.turns[rank], plan.prefill, begun)
-        if tiers:
-            without_token = [r for one in made.tiers for r in one.requests()]
-            working = {r.tier for r in (*without_token, *made.builder.aside().requests)}
-            prefilled = {r.tier for r in without_token if r.rid in plan.prefill}
-            credits = next_credits(tiers, credits, ranks, working=working, prefilled=prefilled)
-        idle_s = 0.0 if plan.prefill else made.idle_s
-        return plan, Past(turns=tuple(turns), credits=credits, idle_s=idle_s)
-
-    def _attempt(self, view: View, state: Past, ranks: Sequence[int], num_served: int) -> _Attempt:
-        """A plan that serves the first of the tiers, in the order of `ranks`, and sets the others
-        aside."""
         options = self._options
-        by_length = options.timeline and view.caps.promises
-        builder = PlanBuilder(
-            view, forecast=KvForecast(view) if by_length else None, aside=ranks[num_served:]
-        )
-        deadlines, orders = self._look(builder, ranks)
+        ranks = served = tiers_in_order(self._settings.tiers, state.credits)
+        while True:
+            builder = PlanBuilder(
+                view,
+                forecast=KvForecast(view) if options.timeline and view.caps.promises else None,
+                tiers=served if self._settings.tiers else None,
+            )
+            deadlines, orders = self._look(builder, served)
+            late = first_late(builder, deadlines, orders, served)
+            if late is None:
+                break
+            served = served[: late + 1]  # the others are set aside
         tiers = [
             _TierOrder(order, self._late_first(order, state.turns[rank], view, deadlines))
-            for rank, order in zip(ranks, orders, strict=True)
+            for rank, order in zip(served, orders, strict=True)
         ]
-        served = ranks[:num_served]
-        last = first_late(builder, deadlines, orders, served)
-        if last is not None:
-            return _Attempt(builder, tiers, {}, 0.0, last)
         _make_way(builder, tiers)
-        order = merged(orders[:num_served])
+        order = merged(orders)
         prefills = deadlines.prefill_slacks(order.due)
         offline_s = self._offline_s(deadlines, prefills, view)
         budget = self._time_budget(deadlines, prefills, order, view, offline_s)
-        rest = Turn(alone=False)
+        turn = Turn(alone=False)
         if options.turns:
-            rest = next_turn(builder, deadlines, order, offline_s=offline_s, idle_s=state.idle_s)
+            turn = next_turn(builder, deadlines, order, offline_s=offline_s, idle_s=state.idle_s)
         unfinished = {request.rid for request in view.unfinished}
-        waiting = [r for one in tiers[:num_served] for r in one.requests()]
-        left_out = [r for one in tiers[num_served:] for r in one.requests()]
+        left_out = [r for r in online_prefills(view) if builder.is_aside(r)]
         two_phases(
             builder,
             budget,
             self._steps,
-            waiting=[r for r in waiting if r.rid not in unfinished],
+            waiting=[r for one in tiers for r in one.requests() if r.rid not in unfinished],
             before_offline=budget.begin_offline,
-            decodes_alone=rest.alone,
+            decodes_alone=turn.alone,
             fills=not left_out,
         )
         for request in left_out:
             builder.skip(request, SkipReason.HIGHER_TIER)
-        last = first_without_room(builder, orders, served)
-        return _Attempt(builder, tiers, budget.limits(), rest.idle_s, last)
+        plan = builder.build(limits=budget.limits(), late=order.newly_late)
+        begun = plan.prefill.keys() - unfinished
+        turns = [*state.turns]
+        for rank, one in zip(served, tiers, strict=True):
+            turns[rank] = one.turn_after(state.turns[rank], plan.prefill, begun)
+        return plan, Past(
+            turns=tuple(turns),
+            credits=next_credits(self._settings.tiers, state.credits, ranks, builder),
+            idle_s=0.0 if plan.prefill else turn.idle_s,
+        )
 
     def needs(self, view: View) -> RankNeeds:
         if not self._options.agrees:
@@ -249,12 +225,12 @@ class CoschedPolicy:
     def _look(
         self, builder: PlanBuilder, ranks: Sequence[int]
     ) -> tuple[Deadlines, list[OnlineOrder]]:
-        """The order of each tier, in the order of `ranks`."""
+        """The order of each of these tiers; others are set aside."""
         deadlines = Deadlines(builder, self._settings, give_up=self._options.feasible)
-        deadlines.keep_pace(self._steps.victims)
+        deadlines.keep_pace(partial(victims_for, steps=self._steps, tier=max(ranks)))
         if self._options.feasible:
             return deadlines, tiers_by_feasibility(builder, deadlines, ranks)
-        groups = by_tier(online_prefills(builder.view), ranks)
+        groups = by_tier(builder.view, ranks)
         return deadlines, [OnlineOrder(group, [], {}) for group in groups]
 
     def _offline_s(self, deadlines: Deadlines, prefills: PrefillSlacks, view: View) -> float:

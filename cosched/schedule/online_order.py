@@ -54,13 +54,13 @@ class OnlineOrder(NamedTuple):
     borrows: bool = False
 
 
-def by_tier(requests: Iterable[Request], tiers: Sequence[int]) -> list[list[Request]]:
-    """The requests of each tier, which has its place in `tiers`."""
-    groups: list[list[Request]] = [[] for _ in tiers]
-    places = {tier: place for place, tier in enumerate(tiers)}
-    for request in requests:
-        groups[places[request.tier]].append(request)
-    return groups
+def by_tier(view: View, tiers: Sequence[int]) -> list[list[Request]]:
+    """The online requests without a first token of each of these tiers."""
+    groups: dict[int, list[Request]] = {tier: [] for tier in tiers}
+    for request in online_prefills(view):
+        if request.tier in groups:
+            groups[request.tier].append(request)
+    return [*groups.values()]
 
 
 def merged(orders: Sequence[OnlineOrder]) -> OnlineOrder:
@@ -81,20 +81,18 @@ def tiers_by_feasibility(
     """The order of each tier, in the order in which they are served. Decodes wait for no first
     token of a lower tier."""
     view = builder.view
-    if len(tiers) == 1:
-        return [by_feasibility(view, deadlines)]
     running = {request.tier for request in builder.online.requests}
-    higher: set[int] = set()
     orders: list[OnlineOrder] = []
     ahead_s = 0.0
-    for tier, requests in zip(tiers, by_tier(online_prefills(view), tiers), strict=True):
-        order = by_feasibility(
-            view, deadlines, requests, ahead_s=ahead_s, may_borrow=not running & higher
+    for place, requests in enumerate(by_tier(view, tiers)):
+        if orders:
+            last = orders[-1]
+            ahead = chain(last.due[:_MOST_LOOKED_AT], last.late[:_MOST_LOOKED_AT])
+            ahead_s += sum(map(deadlines.prefill_s, ahead))
+        may_borrow = running.isdisjoint(tiers[:place])
+        orders.append(
+            by_feasibility(view, deadlines, requests, ahead_s=ahead_s, may_borrow=may_borrow)
         )
-        orders.append(order)
-        ahead = chain(order.due[:_MOST_LOOKED_AT], order.late[:_MOST_LOOKED_AT])
-        ahead_s += sum(map(deadlines.prefill_s, ahead))
-        higher.add(tier)
     return orders
 
 

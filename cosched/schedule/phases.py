@@ -69,8 +69,8 @@ UNLIMITED: Pace = Unlimited()
 
 
 def youngest_first(builder: PlanBuilder) -> list[Request]:
-    """Offline requests that may be preempted: unfinished prefills, then the youngest; then online
-    ones of tiers that are set aside. Those that had better finish (`should_finish`) come last."""
+    """Offline requests that may be preempted: unfinished prefills, then the youngest. Those that
+    had better finish (`should_finish`) come last."""
     unfinished = [
         r
         for r in builder.unfinished()
@@ -79,8 +79,6 @@ def youngest_first(builder: PlanBuilder) -> list[Request]:
     running = builder.running_of(RequestClass.OFFLINE).requests
     victims = [r for r in running if r.traits.can_preempt]
     victims.sort(key=_arrival_seq, reverse=True)
-    aside = [r for r in builder.aside().requests if r.traits.can_preempt]
-    victims += sorted(aside, key=lambda r: (r.tier, r.arrival_seq), reverse=True)
     if builder.view.states is not None:
         victims.sort(key=partial(should_finish, builder.view))
     return unfinished + victims
@@ -144,6 +142,12 @@ class Steps:
 _DEFAULT = Steps()
 
 
+def victims_for(builder: PlanBuilder, *, steps: Steps, tier: int) -> list[Request]:
+    """Requests to preempt for an online one of this tier, in order: offline ones, then online ones
+    of lower tiers."""
+    return [*steps.victims(builder), *builder.below(tier)]
+
+
 def two_phases(
     builder: PlanBuilder,
     pace: Pace,
@@ -187,7 +191,8 @@ def make_room_for_decodes(builder: PlanBuilder, steps: Steps) -> None:
     unfinished online prefill, which holds memory and generates nothing."""
     if builder.ledger.decodes_fit():
         return
-    victims = steps.victims(builder)
+    highest = min((request.tier for request in builder.online.requests), default=0)
+    victims = victims_for(builder, steps=steps, tier=highest)
     unfinished = [r for r in builder.unfinished() if r.traits.can_preempt and r not in victims]
     for victim in (*victims, *unfinished):
         builder.preempt(victim)
@@ -222,6 +227,8 @@ def _serve_online(
     """Online prefills. False: a request still waits, so no offline prefill may start. An unfinished
     prefill comes before waiting requests."""
     for request in builder.unfinished():
+        if builder.is_aside(request) and request.traits.can_preempt:
+            continue
         if request.request_class is RequestClass.ONLINE or not request.traits.can_preempt:
             _admit_beside(builder, pace, request, waiting)
             continue_online(builder, pace, steps, request)
@@ -270,7 +277,7 @@ def continue_online(builder: PlanBuilder, pace: Pace, steps: Steps, request: Req
     """Continue an unfinished online prefill, preempting offline requests if that makes it fit."""
     at_most = _online_tokens(builder, pace, request, request.num_computed_tokens)
     if at_most > 0 and builder.ledger.continuation(request, at_most=at_most) <= 0:
-        for victim in steps.victims(builder):
+        for victim in victims_for(builder, steps=steps, tier=request.tier):
             builder.preempt(victim)
             if builder.ledger.continuation(request, at_most=at_most) > 0:
                 break
@@ -301,7 +308,7 @@ def _victims_for(
     none if preempting all of them is not enough."""
     trial = builder.ledger.fork()
     chosen: list[Request] = []
-    for victim in steps.victims(builder):
+    for victim in victims_for(builder, steps=steps, tier=request.tier):
         reason = trial.refusal(request, match, at_most=at_most)
         if reason is None:
             return chosen

@@ -2,11 +2,14 @@
 
 Order        Higher tiers are served first, each in its own order (`online_order`). After 1/share
              iterations in which a tier waited behind others it comes first in one, so none starves.
-Set aside    Where a request of a tier would miss a target or finds no memory, running requests of
-             lower tiers are set aside for the iteration: they decode in what is left, may be
-             preempted, and none is prefilled. So the lowest tier loses first, and before it all
-             offline work, which gets only what online requests leave. No tier is set aside in the
-             iteration in which a lower one comes first.
+Set aside    Where a request of a tier would miss a target, running requests of lower tiers are set
+             aside for the iteration: they decode in what is left, and none is prefilled. No tier is
+             set aside in the iteration in which a lower one comes first.
+Memory       Where a request finds no memory or slot, those of lower tiers are preempted for it, the
+             lowest and youngest first.
+
+So the lowest tier loses first, and before it all offline work, which gets only what online requests
+leave.
 
 A request counts as one that would miss a target if it is late or left out (`OnlineOrder.late`), or
 if it decodes, its next token would be late in an iteration of all online decodes, and it can be in
@@ -15,15 +18,12 @@ time without those of lower tiers (`OnlineDecodes.is_behind`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
-from cosched.core.plan import SkipReason
 from cosched.core.tiers import Tier
 from cosched.schedule.builder import PlanBuilder
-from cosched.schedule.deadlines import Deadlines
+from cosched.schedule.deadlines import Deadlines, online_prefills
 from cosched.schedule.online_order import OnlineOrder
-
-_NO_ROOM = frozenset({SkipReason.MEMORY_BUDGET, SkipReason.REQUEST_SLOTS})
 
 
 def tiers_in_order(tiers: Sequence[Tier], credits: Sequence[float]) -> tuple[int, ...]:
@@ -40,46 +40,24 @@ def first_late(
     tiers: Sequence[int],
 ) -> int | None:
     """The first place in `tiers` with a request that would miss a target, while lower tiers run;
-    None: there is none. No tier of `tiers` is set aside."""
-    lowest = _lowest_running(builder, tiers)
-    for rank in range(lowest):
-        if orders[rank].late or deadlines.decodes.is_behind(rank, deadlines.alone_s):
-            return rank
+    None: there is none, or a lower tier comes first."""
+    if list(tiers) != sorted(tiers):
+        return None
+    lowest = max((request.tier for request in builder.online.requests), default=0)
+    for place, (tier, order) in enumerate(zip(tiers, orders, strict=True)):
+        if tier < lowest and (order.late or deadlines.decodes.is_behind(tier, deadlines.alone_s)):
+            return place
     return None
 
 
-def first_without_room(
-    builder: PlanBuilder, orders: Sequence[OnlineOrder], tiers: Sequence[int]
-) -> int | None:
-    """The same of requests that find no memory or slot in the builder's plan."""
-    lowest = _lowest_running(builder, tiers)
-    highest = min((request.tier for request in builder.online.requests), default=0)
-    if highest < lowest and not builder.ledger.decodes_fit():
-        return highest
-
-    def waits(order: OnlineOrder) -> bool:
-        return any(builder.skipped.get(request.rid) in _NO_ROOM for request in order.due)
-
-    return next((rank for rank in range(lowest) if waits(orders[rank])), None)
-
-
-def _lowest_running(builder: PlanBuilder, tiers: Sequence[int]) -> int:
-    """0 too if a lower tier comes first: then none is set aside."""
-    if len(tiers) < 2 or list(tiers) != sorted(tiers):
-        return 0
-    return max((request.tier for request in builder.online.requests), default=0)
-
-
 def next_credits(
-    tiers: Sequence[Tier],
-    credits: Sequence[float],
-    order: Sequence[int],
-    *,
-    working: Collection[int],
-    prefilled: Collection[int],
+    tiers: Sequence[Tier], credits: Sequence[float], order: Sequence[int], builder: PlanBuilder
 ) -> tuple[float, ...]:
-    """After a plan with the tiers in this order. working: those with requests that wait, compute
-    their prompts or are set aside. prefilled: those with prefills in the plan."""
+    """After the builder's plan with the tiers in this order."""
+    if not tiers:
+        return tuple(credits)
+    prefilled = {r.tier for r in online_prefills(builder.view) if r.rid in builder.prefill}
+    working = {r.tier for r in (*online_prefills(builder.view), *builder.aside().requests)}
     after = [*credits]
     for rank in range(1, len(tiers)):
         if rank not in working:
