@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import cosched.bootstrap  # noqa: F401  # before sglang
-from tests.engine.conftest import assert_drained, prompt, with_virtual_time, without_model
+from tests.engine.conftest import assert_drained, prompt, use_stepping_clock, without_model
 
 
 @pytest.fixture
@@ -123,6 +123,7 @@ def test_targets_met_and_missed(export):
     state = engine.scheduler.cosched.state()
     assert state.attainment == {"ttft": (2, 1), "tpot": (2, 1), "all": (1, 2), "deadline": (1, 1)}
     assert state.times_s["online_missed_ttft"][1] == 1 < state.times_s["online_ttft"][1]
+    assert sum(state.histograms["ttft"].values()) == state.times_s["online_ttft"][1]
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -168,9 +169,9 @@ def test_what_requests_cost_is_counted_by_key_and_class_and_told_at_the_end(expo
 @pytest.mark.parametrize(("core", "first", "second"), [("python", "a", "b"), ("rust", "b", "a")])
 def test_two_keys_share_the_cost_of_a_prefix(make_engine, monkeypatch, core, first, second):
     monkeypatch.setenv("SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND", core)
-    engine = make_engine(policy="cosched", chunked_prefill_size=512)
+    engine = make_engine(policy="cosched", chunked_prefill_size=512, real_time=True)
     # As the predictor assumes before it has learned.
-    with_virtual_time(without_model(engine), s_per_iteration=0.015, s_per_token=5e-4)
+    use_stepping_clock(without_model(engine).scheduler, s_per_iteration=0.015, s_per_token=5e-4)
 
     def send(iteration):
         if iteration in (0, 3, 6):
@@ -297,3 +298,4 @@ def test_tiers_are_counted_each(export):
     assert value("tier_requests", tier="low", state="running") == 0
     state = engine.scheduler.cosched.state().tiers
     assert [*state] == ["high", "low"] and state["high"].times_s["ttft"][1] == 2
+    assert sum(state["high"].histograms["ttft"].values()) == 2
