@@ -1,15 +1,18 @@
-"""SGLang's own server tests (`sglang.test.kits`, in its wheel) against stock and against cosched.
+"""SGLang's own server tests (`sglang.test.kits`, in its wheel), and scripts for its scripted
+runtime (`tests.scripted`), against stock and against cosched.
 
     python -m tests.upstream              # both; prints every outcome, and where they differ
 
-The model has random weights, so kits that measure a model's quality are left out, and tests in
-`NEEDS_A_MODEL` fail on both. A test that fails on cosched only must be in `BY_DESIGN`, with the
-reason.
+The model is small and has random weights, so kits that measure a model's quality are left out, and
+tests in `NEEDS_A_MODEL` fail on both: they expect answers, or a longer context. A test that fails
+on cosched only must be in `BY_DESIGN`, with the reason.
 """
 
 from __future__ import annotations
 
 import importlib
+import json
+import os
 import sys
 import unittest
 from collections.abc import Collection, Iterable, Iterator
@@ -19,6 +22,7 @@ import openai
 from transformers import AutoTokenizer
 
 import cosched.bootstrap  # noqa: F401  # before sglang
+from cosched.config import ENV_VAR
 from cosched.lab.demo_model import ensure_demo_model
 from tests.serving import start_server
 
@@ -53,6 +57,7 @@ NEEDS_A_MODEL = frozenset(
         "JSONModeMixin": "json_mode_response json_mode_with_streaming",
         "MatchedStopMixin": "finish_stop_eos",
         "RegexConstrainedMixin": "regex_generate_complex_json regex_generate_custom_log_format",
+        "StreamingSessionKitMixin": "first_mid_abort_recovery nth_mid_abort_recovery",
     }.items()
     for test in tests.split()
 )
@@ -96,12 +101,32 @@ def outcomes(
     return found
 
 
+def scripted(policy: str) -> dict[str, str]:
+    """The same of `tests.scripted`."""
+    from tests.scripted import Scripts
+
+    os.environ["SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND"] = "python"  # it is looked into
+    os.environ[ENV_VAR] = "" if policy == "sglang" else json.dumps({"policy": policy})
+
+    result = unittest.TestResult()
+    tests = unittest.defaultTestLoader.loadTestsFromTestCase(Scripts)
+    names = {str(test): f"Scripts.{test._testMethodName}" for test in tests}
+    found = dict.fromkeys(names.values(), "passed")
+    tests.run(result)
+    for test, text in (*result.failures, *result.errors):
+        whole = str(getattr(test, "test_case", test))
+        found[names.get(whole, whole)] = text.strip().splitlines()[-1]
+    del os.environ["SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND"], os.environ[ENV_VAR]
+    return found
+
+
 def main() -> int:
     model = ensure_demo_model(size="tiny", dtype="float32")
     found = {}
     for policy in ("sglang", "cosched"):
+        found[policy] = scripted(policy)
         with start_server(model, *FLAGS, "--cosched-policy", policy) as server:
-            found[policy] = outcomes(server)
+            found[policy] |= outcomes(server)
     passed = {
         policy: {name for name, outcome in all_.items() if outcome == "passed"}
         for policy, all_ in found.items()
