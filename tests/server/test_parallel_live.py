@@ -1,7 +1,12 @@
-"""Several ranks on a CPU serve both classes correctly."""
+"""Several ranks on a CPU serve both classes correctly.
+
+500 requests over host memory and a storage of files, against stock SGLang:
+``COSCHED_STORAGE_REQUESTS=500 pytest tests/server/test_parallel_live.py -k storage``.
+"""
 
 import json
 import os
+import random
 import shutil
 import signal
 from concurrent.futures import ThreadPoolExecutor
@@ -97,6 +102,44 @@ def test_both_classes_have_a_memory_beside_the_kv(tiny_model, tmp_path, forks, m
         assert kv["is_watched"]
         assert kv["evicted_online"] + kv["evicted_offline"] > 1000
         assert server.states()[0]["num_engine_refusals"] == 0
+
+
+NUM_STORED = int(os.environ.get("COSCHED_STORAGE_REQUESTS", "0"))
+
+
+@pytest.mark.skipif(not NUM_STORED, reason="by hand: a minute for 500 requests")
+def test_two_ranks_over_a_storage_give_the_tokens_of_stock(tiny_model, tmp_path, forks):
+    choose = random.Random(7)
+    heads = [[choose.randrange(10, 2000) for _ in range(n)] for n in (32, 64, 96, 128)]
+    asked = []
+    for n in range(NUM_STORED):
+        tail = [choose.randrange(10, 2000) for _ in range(choose.randrange(5, 60))]
+        head = heads[n % 4] if choose.random() < 0.6 else []
+        asked.append((head + tail, choose.randrange(4, 40), bool(n % 3)))
+
+    def outputs(*flags):
+        flags = ("--tp", "2", "--page-size", "16", *flags)
+        env = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(tmp_path)}
+        with start_server(tiny_model, *flags, env=env, forks=forks) as one:
+
+            def ask(request):
+                ids, num_tokens, is_offline = request
+                params = {"max_new_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
+                reply = generate(
+                    one, None, is_offline=is_offline, input_ids=ids, sampling_params=params
+                )
+                return reply.json()["output_ids"]
+
+            with ThreadPoolExecutor(24) as threads:
+                return list(threads.map(ask, asked)), one.states()[0]
+
+    stock, _ = outputs("--cosched-policy", "sglang", "--max-total-tokens", "4000")
+    flags = ["--hicache-storage-backend", "file", "--hicache-mem-layout", "page_first"]
+    flags += ["--enable-hierarchical-cache", "--hicache-write-policy", "write_through"]
+    flags += ["--hicache-storage-prefetch-policy", "wait_complete", "--max-total-tokens", "640"]
+    ours, state = outputs(*flags, *LIMITS[2:], "--max-running-requests", "8")
+    assert ours == stock
+    assert state["num_preemptions"] > NUM_STORED / 20 and state["num_safe_plans"] == 0
 
 
 def test_ranks_that_step_together_serve_both_classes_and_a_batch(tiny_model, forks, tmp_path):
