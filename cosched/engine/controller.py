@@ -154,8 +154,7 @@ class Controller:
             self.idle()
             return None, running_batch
         plan = self.plan(running_batch)
-        # A request can only be preempted at a point where all its tokens are known; the cost is
-        # that one iteration does not overlap.
+        # To preempt a request all its tokens must be known: this iteration does not overlap.
         if plan.preempt and port.drain_results(scheduler):
             plan = self._after_draining(plan, running_batch)
         taken = self.table.promise(plan, self.waiting, running_batch, scheduler.chunked_req)
@@ -209,7 +208,11 @@ class Controller:
             self._log(lambda log: log.finished(iteration, batch))
             self.waiting.computed(batch.reqs[: len(iteration.shape.prefills)])
         self.table.came(batch)
-        requests = [t for req in batch.reqs if (t := TrackedRequest.of(req)) is not None]
+        self.on_result(iteration, batch.reqs)
+
+    def on_result(self, iteration: Iteration | None, reqs: Sequence[Any]) -> None:
+        """These requests have new tokens, or have ended."""
+        requests = [t for req in reqs if (t := TrackedRequest.of(req)) is not None]
         if self.timekeeper is not None:
             with self.guard.watching("timekeeper"):
                 for tracked in self.timekeeper.on_result(iteration, requests):
@@ -248,8 +251,7 @@ class Controller:
     def plan(self, running_batch: Any, *, is_again: bool = False) -> Plan:
         """The next iteration, validated; the same on every rank.
 
-        is_again: the plan before this one was discarded; the policy is asked with the state that it
-        had before that.
+        is_again: in place of the plan before, with the state that the policy had before that.
         """
         plan = None
         if self.timekeeper is not None:
@@ -341,8 +343,7 @@ class Controller:
     def _after_draining(self, plan: Plan, running_batch: Any) -> Plan:
         """What is left of a plan now that all results are known.
 
-        Requests that ended leave more memory than the plan counted on, so it still fits; it is made
-        again only where that may spare a running request that it preempts.
+        It fits: ended requests leave memory. It is made again where that may spare a running one.
         """
         num_running = len(running_batch.reqs)
         running_batch.filter_batch()
@@ -432,8 +433,7 @@ class Controller:
                 self.recompute.pay(self.predictor.predict_s(totals), self.clock.now_s())
 
     def _back_off(self, tracked: TrackedRequest) -> None:
-        """The engine did not admit a request that the plan admits: it backs off, for twice as many
-        plans each time."""
+        """The engine refused a request that the plan admits: it backs off, longer each time."""
         self.counters.num_engine_refusals += 1
         tracked.num_refusals += 1
         plans = min(2**tracked.num_refusals, MAX_BACKOFF_PLANS)

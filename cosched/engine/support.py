@@ -263,17 +263,11 @@ def _refused_stages(server_args: Any, resolved: Any, config: Config) -> Iterator
 def _refused_roles(resolved: Any, config: Config) -> Iterator[str]:
     """With PD disaggregation."""
     mode = resolved.disaggregation_mode
-    if mode == "prefill":
-        yield (
-            f"--disaggregation-mode prefill cannot go with --cosched-policy {config.policy}: "
-            "SGLang's loop of that role is not planned; --cosched-policy priority puts online "
-            "first there"
-        )
-    if mode != "decode":
+    if mode == "null":
         return
-    yield from _refused_alone("--disaggregation-mode decode", config)
+    yield from _refused_alone(f"--disaggregation-mode {mode}", config)
     if config.tolerance is not None:
-        yield "--disaggregation-mode decode cannot go with tolerance: it bounds prefills"
+        yield f"--disaggregation-mode {mode} cannot go with tolerance"
     names = (
         "speculative_algorithm",
         "enable_hierarchical_cache",
@@ -281,14 +275,15 @@ def _refused_roles(resolved: Any, config: Config) -> Iterator[str]:
         "enable_pd_role_switch",
         "disaggregation_decode_enable_radix_cache",
         "disaggregation_decode_enable_offload_kvcache",
+        "optimistic_prefill_attempts",
     )
     for name in names:
         if getattr(resolved, name):
-            yield f"a decode server with {_flag(name)} is not tested with a policy; drop the flag"
+            yield f"a {mode} server with {_flag(name)} is not tested with a policy; drop the flag"
     if resolved.disaggregation_decode_host_receive_threshold < 1:
         yield "a decode server whose KV comes to host memory is not tested with a policy"
     if resolved.pp_size > 1:
-        yield f"a decode server with --pp-size {resolved.pp_size} is not supported; drop the flag"
+        yield f"a {mode} server with --pp-size {resolved.pp_size} is not supported; drop the flag"
 
 
 def _why_no_shared_pages(resolved: Any) -> str | None:

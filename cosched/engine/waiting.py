@@ -127,6 +127,10 @@ class WaitingQueue:
         tracked.num_queued_tokens = req.seqlen
         self.num_tokens += tracked.num_queued_tokens
 
+    def extend(self, reqs: Iterable[Any]) -> None:
+        for req in reqs:
+            self.append(req)
+
     def track(self, req: Any) -> TrackedRequest:
         """What is kept of a request, since it first came."""
         tracked = TrackedRequest.of(req)

@@ -1,7 +1,8 @@
-"""What a policy is."""
+"""What a policy is, and what it says of the time of an iteration."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -18,9 +19,11 @@ from cosched.errors import ConfigError, choices
 __all__ = [
     "OVERRUNS",
     "REPLANS",
+    "UNLIMITED",
     "Budgets",
     "EcoConfig",
     "GroupPolicy",
+    "Pace",
     "Policy",
     "PolicySettings",
     "State",
@@ -161,3 +164,44 @@ class GroupPolicy(Policy[State], Protocol[State]):
         before each plan; of `view.others` only `alone_s` and `fills` are known here, from the plan
         before."""
         ...
+
+
+class Pace(Protocol):
+    """How much of the time of an iteration each phase may take, given what the builder's ledger
+    has already. It changes nothing."""
+
+    def online_tokens(self, num_cached: int, limit: int) -> int:
+        """Most prompt tokens, up to `limit`, of an online prefill that fit."""
+        ...
+
+    def offline_tokens(self, num_cached: int, limit: int, *, is_last: bool = False) -> int:
+        """The same for an offline prefill; it may leave time for later iterations. is_last: no
+        request joins the batch after it."""
+        ...
+
+    def has_offline_time(self) -> bool:
+        """False: not one token of any offline prefill fits."""
+        ...
+
+    def offline_decodes(self, contexts: Sequence[int]) -> int:
+        """How many of the first offline decodes fit; context: tokens attended to."""
+        ...
+
+
+class Unlimited:
+    """No limit on time."""
+
+    def online_tokens(self, num_cached: int, limit: int) -> int:
+        return limit
+
+    def offline_tokens(self, num_cached: int, limit: int, *, is_last: bool = False) -> int:
+        return limit
+
+    def has_offline_time(self) -> bool:
+        return True
+
+    def offline_decodes(self, contexts: Sequence[int]) -> int:
+        return len(contexts)
+
+
+UNLIMITED: Pace = Unlimited()

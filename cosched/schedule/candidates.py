@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from cosched.core.plan import SkipReason
 from cosched.core.request import Request
 from cosched.core.view import Match, OfflineOrder
+from cosched.schedule.base import Pace
 from cosched.schedule.builder import PlanBuilder
 from cosched.schedule.phases import (
-    Pace,
     admission_tokens,
     follow,
     has_time,

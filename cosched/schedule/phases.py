@@ -18,54 +18,14 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any
 
 from cosched.core.plan import SkipReason
 from cosched.core.request import Request, RequestClass, num_tokens_of
 from cosched.core.view import Decodes, Match, OfflineOrder, View
+from cosched.schedule.base import Pace
 from cosched.schedule.builder import PlanBuilder
 from cosched.schedule.preemption import should_finish
-
-
-class Pace(Protocol):
-    """How much of the time of an iteration each phase may take, given what the builder's ledger
-    has already. It changes nothing."""
-
-    def online_tokens(self, num_cached: int, limit: int) -> int:
-        """Most prompt tokens, up to `limit`, of an online prefill that fit."""
-        ...
-
-    def offline_tokens(self, num_cached: int, limit: int, *, is_last: bool = False) -> int:
-        """The same for an offline prefill; it may leave time for later iterations. is_last: no
-        request joins the batch after it."""
-        ...
-
-    def has_offline_time(self) -> bool:
-        """False: not one token of any offline prefill fits."""
-        ...
-
-    def offline_decodes(self, contexts: Sequence[int]) -> int:
-        """How many of the first offline decodes fit; context: tokens attended to."""
-        ...
-
-
-class Unlimited:
-    """No limit on time."""
-
-    def online_tokens(self, num_cached: int, limit: int) -> int:
-        return limit
-
-    def offline_tokens(self, num_cached: int, limit: int, *, is_last: bool = False) -> int:
-        return limit
-
-    def has_offline_time(self) -> bool:
-        return True
-
-    def offline_decodes(self, contexts: Sequence[int]) -> int:
-        return len(contexts)
-
-
-UNLIMITED: Pace = Unlimited()
 
 
 def youngest_first(builder: PlanBuilder) -> list[Request]:
@@ -247,14 +207,18 @@ def _serve_online(
 def _admit_beside(
     builder: PlanBuilder, pace: Pace, unfinished: Request, waiting: Iterable[Request]
 ) -> None:
-    """Whole short prompts that wait behind a long one join its chunks, which keep most of the
-    tokens: the long one takes little longer, and they do not wait for all of it."""
+    """Whole short prompts that wait behind a long one join its chunks, of which they get a part;
+    beside an offline prompt nearly all."""
     view, ledger = builder.view, builder.ledger
+    is_offline = unfinished.request_class is RequestClass.OFFLINE  # it cannot be preempted
+    remaining = num_tokens_of(unfinished) - unfinished.num_computed_tokens
     most = _online_tokens(builder, pace, unfinished, unfinished.num_computed_tokens)
-    if num_tokens_of(unfinished) - unfinished.num_computed_tokens <= most:
-        return
     chunk = ledger.continuation(unfinished, at_most=most, unreserved=True)
+    if remaining <= (chunk if is_offline else most):
+        return
     left = chunk // _BESIDE_PART
+    if is_offline:
+        left = max(left, chunk - max(_LEAST_PROGRESS, view.caps.page_size))
     for request in islice(waiting, _MOST_BESIDE):
         if left <= 0 or ledger.slots <= 1:
             return

@@ -284,6 +284,27 @@ def decode_part(original: Any, scheduler: Any, batch: Any) -> Any:
     return update(batch) if role is None else role.decode(update, batch)
 
 
+def drop_unreachable(original: Any, scheduler: Any) -> None:
+    """Prefill servers: SGLang takes requests whose decode server is gone out of the queue, which it
+    replaces by a new list."""
+    waiting = scheduler.waiting_queue
+    if not isinstance(waiting, WaitingQueue):
+        original(scheduler)
+        return
+    with _showing(scheduler, waiting) as failed:
+        original(scheduler)
+    for req in failed:
+        waiting.abort_rid(req.rid)
+
+
+def end_sent(result: Any, scheduler: Any, rids_to_check: Any = None) -> Any:
+    """Prefill servers: a request has ended when its KV is at the decode server."""
+    controller = _controller(scheduler)
+    if controller is not None and result:
+        controller.on_result(None, result)
+    return result
+
+
 def launch(original: Any, scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
     """The time of an iteration starts with the launch of its batch. The attention backend
     `cosched_shared_prefix` plans from the requests of the batch; a forward pass knows only the rows
@@ -415,6 +436,13 @@ SEAMS: tuple[Seam, ...] = (
     around(
         f"{_SCHEDULER}.get_next_batch_to_run", "self, running_batch, last_batch", complete_batch
     ),
+    around(
+        f"{_SCHEDULER}.get_next_disagg_prefill_batch_to_run",
+        "self, running_batch, last_batch, should_retry_storage_prefetch",
+        complete_batch,
+    ),
+    around(f"{_SCHEDULER}.resolve_waiting_queue_bootstrap", "self", drop_unreachable),
+    after(f"{_SCHEDULER}.process_disagg_prefill_inflight_queue", "self, rids_to_check", end_sent),
     around(f"{_SCHEDULER}.process_decode_queue", "self", admit_to_decode),
     around(
         f"{_SCHEDULER}.get_next_disagg_decode_batch_to_run", "self, running_batch", decode_batch

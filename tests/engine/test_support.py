@@ -30,6 +30,7 @@ EMBEDDING_GEMMA = {
 }
 GROUP = ["--tp", "2", "--dp", "2", "--enable-dp-attention"]
 DECODE = ["--disaggregation-mode", "decode"]
+PREFILL = ["--disaggregation-mode", "prefill"]
 HOST = ["--enable-hierarchical-cache"]
 DRAFT = ["--speculative-draft-model-path", "{folder}"]
 BATCHES = {"batches": {"folder": "/tmp/batches"}}
@@ -55,7 +56,8 @@ CASES = {
     "stages, other policy": (QWEN3, ["--pp-size", "2"], {"policy": "sarathi"}),
     "decode server": (QWEN3, [*DECODE, "--disaggregation-transfer-backend", "fake"], {}),
     "decode server, stages": (QWEN3, [*DECODE, "--pp-size", "2"], {}),
-    "prefill server": (QWEN3, ["--disaggregation-mode", "prefill"], {}),
+    "prefill server": (QWEN3, PREFILL, {}),
+    "prefill server, stages": (QWEN3, [*PREFILL, "--pp-size", "2"], {}),
     "stages and host memory": (QWEN3, ["--pp-size", "2", *HOST], {}),
     "prefill delayer": (QWEN3, [*GROUP, "--enable-prefill-delayer"], {}),
     "drafts": (QWEN3, ["--speculative-algorithm", "nextn", *DRAFT], {}),
@@ -104,6 +106,7 @@ def answers():
         "states",
         "DP attention",
         "stages",
+        "prefill server",
         "drafts",
         "one pool",
         "sliding window",
@@ -133,7 +136,7 @@ def test_a_default_of_the_model_is_not_held_against_the_user(answers):
         ("stages, other policy", "do not know of other microbatches; choose from cosched"),
         ("stages and host memory", "--pp-size with --enable-hierarchical-cache is not tested"),
         ("decode server, stages", "a decode server with --pp-size 2 is not supported"),
-        ("prefill server", "--cosched-policy priority puts online first there"),
+        ("prefill server, stages", "a prefill server with --pp-size 2 is not supported"),
         ("gRPC and batches", "--smg-grpc-mode has a front end that is not SGLang's"),
         ("HTTP processes and batches", "give --cosched-batches-url postgresql://"),
     ],

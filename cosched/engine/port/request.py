@@ -54,6 +54,11 @@ def only_decodes() -> bool:
     return bool(get_disagg().disaggregation_mode == "decode")
 
 
+def shares_work() -> bool:
+    """Whether prompts and replies are computed by different servers (PD disaggregation)."""
+    return bool(get_disagg().disaggregation_mode != "null")
+
+
 def traits_of(req: Any) -> Traits:
     """What the engine cannot do with it."""
     beams = req.beam_group
@@ -62,8 +67,8 @@ def traits_of(req: Any) -> Traits:
     return Traits(
         # Beams share rows that are released together, a streaming session keeps its row and KV,
         # and with embeddings the engine would generate the output again.
-        # A decode server cannot compute the KV again.
-        can_preempt=beams is None and not streams_session and not has_embeds and not only_decodes(),
+        # A decode server cannot compute the KV again, and a prefill server has sent a part of it.
+        can_preempt=beams is None and not streams_session and not has_embeds and not shares_work(),
         # SGLang does not mix decodes into a batch with one of these (`_get_new_batch_prefill_raw`).
         can_mix=beams is None and not req.return_logprob and not has_embeds,
         num_rows=1 if beams is None else int(beams.beam_width),

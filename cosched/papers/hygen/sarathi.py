@@ -23,8 +23,9 @@ import msgspec
 from cosched.core.plan import Plan
 from cosched.core.request import RequestClass
 from cosched.core.view import View
+from cosched.schedule.base import UNLIMITED
 from cosched.schedule.builder import PlanBuilder
-from cosched.schedule.phases import UNLIMITED, Steps, admit_in_order, two_phases
+from cosched.schedule.phases import Steps, admit_in_order, two_phases
 
 
 class SarathiPolicy:
