@@ -122,6 +122,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         root = _root(chosen=words[0] if words else "")
         code = root(words, exit_on_error=False, print_error=False)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the program that reads the output, such as `head`, has ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except CycloptsError as error:
         command = " ".join(["cosched", *_commands_of(error)])
         _end(2, f"{_sentence(error)} ({command} --help lists the options)")

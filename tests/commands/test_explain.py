@@ -277,3 +277,13 @@ def test_help_explains_and_sglang_is_not_needed():
         check=True,
     )
     assert "the story of one request" in shown.stdout and "--iteration" in shown.stdout
+
+
+def test_a_reader_that_ends_first_is_no_error(recorder):
+    """As in ``cosched explain FILE | head -1``."""
+    stopped_and_resumed(recorder)
+    command = [sys.executable, "-m", "cosched", "explain", str(recorder.path)]
+    writer = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    writer.stdout.close()
+    _, said = writer.communicate()
+    assert writer.returncode == 1 and b"BrokenPipe" not in said
