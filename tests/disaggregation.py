@@ -15,11 +15,10 @@ import asyncio
 import os
 import random
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.metadata import distribution
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,6 +29,7 @@ import httpx
 
 from cosched.batch.jsonl.server import free_port
 from cosched.lab.demo_model import ensure_demo_model
+from tests.serving import SEARCH_PATH, start_server
 
 STAND_INS = """
 import sys
@@ -71,61 +71,44 @@ def is_driver(name: str) -> bool:
 @contextmanager
 def two_servers(policy: str, chosen: argparse.Namespace) -> Iterator[tuple[list[str], int]]:
     """The URLs of the prefill and of the decode server, and the port at which they meet."""
-    with tempfile.TemporaryDirectory() as name:
-        folder, runtime = Path(name), distribution("nvidia-cuda-runtime-cu12")
-        make_driver(folder)
-        (folder / "sitecustomize.py").write_text(STAND_INS)
-        path = os.pathsep.join([name, *filter(None, [os.environ.get("PYTHONPATH")])])
-        added = {
-            "PYTHONPATH": path,
-            "LD_LIBRARY_PATH": f"{folder}:{runtime.locate_file(LIBRARIES)}",
+    with ExitStack() as stack:
+        name = stack.enter_context(tempfile.TemporaryDirectory())
+        make_driver(Path(name))
+        (Path(name) / "sitecustomize.py").write_text(STAND_INS)
+        runtime = distribution("nvidia-cuda-runtime-cu12").locate_file(LIBRARIES)
+        env = {
+            "PYTHONPATH": f"{name}{os.pathsep}{SEARCH_PATH}",
+            "LD_LIBRARY_PATH": f"{name}:{runtime}",
+            "MOONCAKE_PROTOCOL": "tcp",
+            "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX": "0",
         }
-        added |= {"MOONCAKE_PROTOCOL": "tcp"}
-        added |= {"SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX": "0"}
-        ports, meeting = [free_port(), free_port()], free_port()
-        servers = []
-        try:
-            for role, port in zip(("prefill", "decode"), ports, strict=True):
-                flags = {
-                    **{"model-path": ensure_demo_model(size="tiny", dtype="float32")},
-                    **{"device": "cpu", "dtype": "float32", "attention-backend": "torch_native"},
-                    **{"tp": chosen.tp, "port": port, "max-total-tokens": chosen.kv_tokens},
-                    **{"max-running-requests": 16, "chunked-prefill-size": 256},
-                    **{"disaggregation-mode": role, "disaggregation-bootstrap-port": meeting},
-                    **{"disaggregation-transfer-backend": "mooncake", "log-level": "warning"},
-                    **{"cosched-policy": policy},
-                }
-                if role == "decode":
-                    flags["disaggregation-decode-retraction-backup"] = "cpu_tensor"
-                command = [sys.executable, "-m", "cosched.launch_server", "--skip-server-warmup"]
-                command += [text for k, value in flags.items() for text in (f"--{k}", str(value))]
-                servers.append(subprocess.Popen(command, env=os.environ | added))
-            urls = [f"http://127.0.0.1:{port}" for port in ports]
-            for url, server in zip(urls, servers, strict=True):
-                wait_for(url, server)
-            yield urls, meeting
-        finally:
-            for server in servers:
-                server.terminate()
-            for server in servers:
-                server.wait()
-
-
-def wait_for(url: str, server: subprocess.Popen[bytes]) -> None:
-    while server.poll() is None:
-        try:
-            if httpx.get(f"{url}/v1/models").is_success:
-                return
-        except httpx.TransportError:
-            time.sleep(1)
-    sys.exit(f"a server ended with {server.returncode}")
+        meeting = free_port()
+        flags = [
+            *("--cosched-policy", policy, "--tp", str(chosen.tp)),
+            *("--max-total-tokens", str(chosen.kv_tokens), "--max-running-requests", "16"),
+            *("--chunked-prefill-size", "256", "--disaggregation-transfer-backend", "mooncake"),
+            *("--disaggregation-bootstrap-port", str(meeting)),
+        ]
+        roles = {
+            "prefill": [],
+            "decode": ["--disaggregation-decode-retraction-backup", "cpu_tensor"],
+        }
+        model = Path(ensure_demo_model(size="tiny", dtype="float32"))
+        urls = []
+        for role, its_flags in roles.items():
+            its_flags = [*flags, "--disaggregation-mode", role, *its_flags]
+            urls.append(stack.enter_context(start_server(model, *its_flags, env=env)).url)
+        yield urls, meeting
 
 
 def requests(number: int) -> list[dict[str, Any]]:
     """Two of three are offline; six heads are shared."""
     draw = random.Random(5)
     words = "the of a in to is was for on that with as by at from it an be are this".split()
-    text = lambda num: " ".join(draw.choice(words) for _ in range(num))  # noqa: E731
+
+    def text(num: int) -> str:
+        return " ".join(draw.choice(words) for _ in range(num))
+
     heads = [text(draw.choice((0, 60, 150))) for _ in range(6)]
     return [
         {

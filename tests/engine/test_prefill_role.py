@@ -10,6 +10,7 @@ import pytest
 
 import cosched.bootstrap  # noqa: F401  # before sglang
 from tests.engine.conftest import OFFLINE, assert_drained, outputs, prompt
+from tests.engine.test_decode_role import FAKE
 
 FLAGS = {
     "disaggregation_mode": "prefill",
@@ -41,8 +42,7 @@ def send(engine, number, seed=1):
             max_new_tokens=20,
             priority=OFFLINE if n % 3 else 0,
             bootstrap_room=n,
-            bootstrap_host="2.2.2.2",
-            bootstrap_port=1,
+            **FAKE,
         )
 
 
@@ -100,7 +100,7 @@ def test_an_online_prompt_does_not_wait_for_a_long_offline_one(make_engine):
     """Which cannot be preempted: a part of its KV may be under way."""
     flags = FLAGS | {"max_total_tokens": 6000, "chunked_prefill_size": 256}
     engine = make_engine(policy="cosched", mixed=False, **flags)
-    fake = {"bootstrap_host": "2.2.2.2", "bootstrap_port": 1, "max_new_tokens": 5}
+    fake = {**FAKE, "max_new_tokens": 5}
     engine.submit("long", prompt(1, 3900), priority=OFFLINE, bootstrap_room=1, **fake)
     ends = {}
 
