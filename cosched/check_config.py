@@ -26,7 +26,6 @@ from msgspec import inspect as types
 from rich import print as print_rich
 from rich.table import Table
 
-from cosched.batch.database import url_without_password
 from cosched.batch.storage import without_secrets
 from cosched.cli import JsonOption, field_texts, new_app, parse, run
 from cosched.config import ENV_VAR, Config, load_config, parse_config
@@ -175,6 +174,8 @@ class CheckConfig(JsonOption):
             return self.finish({"program": "config", "config": None})
         checked = msgspec.to_builtins(config)
         if config.batches.url is not None:
+            from cosched.batch.database import url_without_password
+
             checked["batches"]["url"] = url_without_password(config.batches.url)
         if config.batches.folder is not None:
             checked["batches"]["folder"] = without_secrets(config.batches.folder)
@@ -182,6 +183,7 @@ class CheckConfig(JsonOption):
         return self.finish({"program": "config", "config": checked})
 
     def _check_server(self) -> int:
+        import cosched.bootstrap  # noqa: F401  # before anything of SGLang's
         from cosched.engine.options import ServerFlags, config_from
         from cosched.engine.support import support
 

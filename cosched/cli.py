@@ -132,7 +132,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CoschedError as error:
         _end(error.exit_code, str(error))
     except ImportError as error:
-        missing = getattr(error.__cause__, "name", None)
+        # cyclopts has an error of its own where the import of a command fails.
+        missing = getattr(error.__cause__ or error, "name", None)
         if missing not in ("torch", "sglang"):
             raise
         _end(

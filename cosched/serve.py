@@ -6,8 +6,6 @@ plugin reads in every process of the server.
 
 from __future__ import annotations
 
-import cosched.bootstrap  # isort: skip  # noqa: F401  # first: prepares this process and its children
-
 import argparse
 import importlib.util
 import os
@@ -20,7 +18,6 @@ from typing import Any
 import msgspec
 
 from cosched.batch.config import OFF
-from cosched.batch.opening import check_store, default_folder
 from cosched.cli import new_app, run
 from cosched.config import ENV_VAR, Config
 from cosched.engine.arguments import (
@@ -57,6 +54,8 @@ main = partial(run, "serve")
 @dataclass(kw_only=True)
 class Serve(ServerFlags):
     def __call__(self) -> None:
+        import cosched.bootstrap  # noqa: F401  # prepares this process for SGLang
+
         if self.options.help_all:
             _print_all_help()
             return
@@ -104,6 +103,8 @@ def _serve(server_args: Any) -> None:
 def with_batches(config: Config, resolved: Any) -> Config:
     """With a folder for batches unless the configuration names one. Where the default folder cannot
     be used, the server says why and has no batches."""
+    from cosched.batch.opening import check_store, default_folder
+
     if config.batches.folder is not None:
         return config
     if why_no_batches(resolved, config.batches) is not None:  # the start line says so

@@ -13,8 +13,6 @@ from collections.abc import Collection, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-import cosched.bootstrap
-from cosched.batch.opening import check_store
 from cosched.config import Config
 from cosched.engine.support import EVICTION_FLAG, resolved_arguments
 from cosched.errors import ConfigError
@@ -32,6 +30,8 @@ _CPU_BINDING = "SGLANG_CPU_OMP_THREADS_BIND"
 def engine_arguments(argv: Sequence[str], config: Config, *, mixed_chunk: bool) -> list[str]:
     """SGLang's arguments with the flags of the policy, and without a GPU those of the CPU engine.
     Flags that the user gave are kept."""
+    import cosched.bootstrap
+
     arguments = list(argv)
     entry = policy_entry(config.policy)
     for flag, argument in entry.arguments().items():
@@ -138,6 +138,8 @@ class _EngineParser(argparse.ArgumentParser):
 
 def engine_parser() -> argparse.ArgumentParser:
     """The parser of SGLang's command line. Imports SGLang."""
+    import cosched.bootstrap
+
     with cosched.bootstrap.without_collections():
         from sglang.srt.server_args import ServerArgs
 
@@ -204,6 +206,8 @@ def bind_cpu_threads(argv: Sequence[str], environ: MutableMapping[str, str]) -> 
     to the tokenizer, the detokenizer and the clients: with a compute thread on every core, each
     barrier of the computation would wait for a thread that they interrupt.
     """
+    import cosched.bootstrap
+
     if cosched.bootstrap.has_cuda():
         return
     cores = sorted(os.sched_getaffinity(0))
@@ -267,6 +271,8 @@ def check_files(config: Config) -> None:
                 f"cannot read --latency-model {config.latency_model!r}: {error.strerror}"
             ) from None
     if config.batches.is_on:
+        from cosched.batch.opening import check_store
+
         check_store(config.batches)
 
 

@@ -9,8 +9,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from cosched.config import Config
 from cosched.policies import policy_entry
 from cosched.predict.fitted import FittedPredictor
@@ -56,6 +54,8 @@ def identity_of(server_args: Any, model_config: Any) -> EngineIdentity:
 
 
 def _device_name(server_args: Any) -> str:
+    import torch
+
     module = torch.get_device_module(server_args.device)
     name: str = module.get_device_name(server_args.base_gpu_id)
     return name

@@ -190,7 +190,9 @@ def offline_work_s(
     max_running_requests: int,
 ) -> float:
     """What an offline request that has ended costs in the best batch: its prompt without what was
-    cached, and its share of decodes in a batch as large as memory allows [s]; 0 of others."""
+    cached, and its share of decodes in a batch as large as memory allows [s]; 0 of others. Before
+    iteration times are learned they are guessed, many times too long: then at most what the request
+    has cost, since no batch is better than the best."""
     num_output = tracked.num_output_tokens
     if tracked.request_class is not RequestClass.OFFLINE or not num_output:
         return 0.0
@@ -202,4 +204,6 @@ def offline_work_s(
     prompt_s = prompt_cost_s(iteration_s, num_cached, tracked.num_prompt_tokens - num_cached)
     context = tracked.num_prompt_tokens + num_output // 2
     num_decodes = max(1, min(max_running_requests, num_kv_tokens // max(context, 1)))
-    return prompt_s + (num_output - 1) * token_cost_s(iteration_s, context, num_decodes=num_decodes)
+    tokens_s = (num_output - 1) * token_cost_s(iteration_s, context, num_decodes=num_decodes)
+    work_s = prompt_s + tokens_s
+    return work_s if predictor.is_known else min(work_s, tracked.device_s)

@@ -16,8 +16,6 @@ How long it takes: docs/simulation.md.
 
 from __future__ import annotations
 
-import cosched.bootstrap  # isort: skip  # noqa: F401  # before anything of SGLang's
-
 import shlex
 import sys
 from collections.abc import Mapping, Sequence

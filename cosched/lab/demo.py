@@ -11,8 +11,6 @@ as the last line one JSON object with all numbers (docs/operate.md). Ctrl-C stop
 
 from __future__ import annotations
 
-import cosched.bootstrap  # isort: skip  # noqa: F401  # before anything of SGLang's
-
 import math
 import os
 import platform

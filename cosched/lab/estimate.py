@@ -12,8 +12,6 @@ what is simulated.
 
 from __future__ import annotations
 
-import cosched.bootstrap  # isort: skip  # noqa: F401  # before anything of SGLang's
-
 import sys
 import zlib
 from collections.abc import Sequence

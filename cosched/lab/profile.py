@@ -20,8 +20,6 @@ as many servers that are started, warmed up and loaded for --duration.
 
 from __future__ import annotations
 
-import cosched.bootstrap  # isort: skip  # first: makes SGLang importable
-
 import contextlib
 import os
 import sys
@@ -33,7 +31,6 @@ from typing import Annotated, Any
 
 import msgspec
 import numpy as np
-import torch
 from cyclopts import Parameter
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -203,6 +200,9 @@ class Measure(JsonOption):
             raise ConfigError(
                 "nothing to measure: name --virtual, or --model-path and SGLang's flags"
             )
+        import torch
+
+        import cosched.bootstrap
         from cosched.engine import identity
         from cosched.engine.port import graph_sizes_of
         from cosched.lab.local_engine import LocalEngine

@@ -11,8 +11,6 @@ How long it takes: docs/simulation.md.
 
 from __future__ import annotations
 
-import cosched.bootstrap  # isort: skip  # noqa: F401  # before anything of SGLang's
-
 import sys
 from dataclasses import dataclass, field
 from functools import partial

@@ -11,8 +11,6 @@ SGLang's flags. Each run is kept in --results: after Ctrl-C the same command con
 
 from __future__ import annotations
 
-import cosched.bootstrap  # isort: skip  # noqa: F401  # before anything of SGLang's
-
 import json
 import math
 import sys

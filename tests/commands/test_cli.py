@@ -188,7 +188,7 @@ def test_only_what_is_needed_is_imported():
 def test_a_command_that_lacks_its_engine_says_so():
     done = run_python(
         "import sys; sys.modules['torch'] = None; from cosched.cli import main;"
-        "sys.exit(main(['simulate', '--help']))"
+        "sys.exit(main(['simulate', '--online', 'azure-like', '--duration', '1']))"
     )
     assert done.returncode == 2
     assert done.stderr.startswith("cosched: simulate needs torch"), done.stderr

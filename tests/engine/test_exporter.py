@@ -76,6 +76,17 @@ def test_the_work_of_offline_requests_counts_once_they_have_ended(export):
     assert work_s("again", 100, num_output=1) < short, "its prompt is in the cache"
 
 
+def test_work_that_cannot_be_predicted_yet_is_at_most_what_it_cost(export):
+    engine, value = export(policy="hygen")
+    for i in range(3):
+        engine.submit(f"off{i}", prompt(20 * i, 8), max_new_tokens=16, priority=-1)
+    engine.run_until_idle(max_iterations=200)
+    controller = engine.scheduler.cosched
+    assert not controller.predictor.is_known
+    [cost_s] = controller.waiting.account.by_class()["offline"].values()
+    assert 0 < value("offline_work_seconds_total") <= cost_s + 1e-6
+
+
 def test_what_has_begun_of_offline_requests_is_told_for_forecasts(make_engine):
     engine = make_engine(policy="hygen", max_running_requests=2)
     engine.submit("chat", prompt(1, 50), max_new_tokens=200, priority=0)

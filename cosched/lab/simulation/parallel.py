@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-import cosched.bootstrap
 from cosched.errors import CoschedError
 from cosched.lab.simulation.run import RunResult, RunSpec, execute
 from cosched.lab.simulation.store import ResultStore
@@ -59,6 +58,8 @@ def in_processes(specs: Sequence[RunSpec], *, num_jobs: int) -> Iterator[tuple[i
 
 
 def _start(spec: RunSpec) -> tuple[Connection, Any]:
+    import cosched.bootstrap
+
     context = multiprocessing.get_context("forkserver")
     if not cosched.bootstrap.has_cuda():  # CUDA cannot be used in a fork once it was initialized
         context.set_forkserver_preload(_PRELOADED)

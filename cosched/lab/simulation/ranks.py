@@ -22,10 +22,8 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import numpy as np
-import torch
 
 from cosched.batch.jsonl.server import free_port
-from cosched.engine import port
 from cosched.errors import CoschedError
 from cosched.lab.metrics.records import IterationLog, RequestRecord
 
@@ -107,6 +105,8 @@ class Ranks:
             os._exit(0)
 
     def _exchange(self, numbers: Sequence[float]) -> list[list[float]]:
+        from cosched.engine import port
+
         assert self._local is not None
         return port.exchange(self._local.scheduler, numbers)
 
@@ -120,6 +120,8 @@ def forked(number: int) -> Iterator[Ranks]:
     if number == 1:
         yield ALONE
         return
+    import torch
+
     nccl_port, rank = free_port(), 0
     listens, tells = os.pipe()
     others: list[int] = []

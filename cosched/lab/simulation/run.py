@@ -228,8 +228,6 @@ def execute_requests(
     decision_log: Path | None = None,
 ) -> RunResult:
     """The same with these requests in place of the specification's workloads."""
-    import cosched.bootstrap  # noqa: F401  # before anything of SGLang's
-
     config = config_of(spec, decision_log)
     identity = identity_of(spec)
     if config.latency_model is not None and policy_entry(config.policy).timed:

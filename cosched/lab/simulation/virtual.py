@@ -12,6 +12,8 @@ advances by host time before a launch and after a result was processed; the devi
 
 from __future__ import annotations
 
+import cosched.bootstrap  # isort: skip  # noqa: F401  # before anything of SGLang's
+
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
