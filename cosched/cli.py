@@ -348,12 +348,19 @@ def explained_by(*structs: type) -> Callable[[type[T]], type[T]]:
 # The end of a command.
 
 
+def print_for_programs(line: str) -> None:
+    """Print to a pipe or a file. A person at a terminal has the table above."""
+    if not sys.stdout.isatty():
+        print(line, flush=True)
+
+
 @dataclass(kw_only=True)
 class JsonOption:
     """Of every command that ends with a line of JSON."""
 
     json: NewFile | None = None
-    """also write the last line of the output there"""
+    """write all figures there, as one line of JSON; a pipe gets that line as the last one, and a
+    terminal does not"""
 
     _has_lost_output = False
 
@@ -369,10 +376,11 @@ class JsonOption:
             _say(f"cannot write {str(path)!r}: {getattr(error, 'strerror', None) or error}")
 
     def finish(self, result: Mapping[str, Any]) -> int:
-        """Print the last line: the result, and the versions that made it. The exit code."""
+        """Where a program reads the output, print the last line: the result, and the versions that
+        made it. The exit code."""
         line = json.dumps({"versions": versions(), **result}, sort_keys=True, allow_nan=False)
         self.save(self.json, lambda path: write_whole(path, line + "\n"))
-        print(line, flush=True)
+        print_for_programs(line)
         return int(self._has_lost_output)
 
 

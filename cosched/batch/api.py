@@ -188,6 +188,7 @@ def _outlook_json(outlook: Outlook) -> dict[str, Any]:
     return {
         "state": outlook.state,
         "running": outlook.num_running,
+        "running_done": round(outlook.running_done, 3),
         "finish_s": None if forecast is None else round(forecast.finish_s),
         "most_s": None if forecast is None else round(forecast.most_s),
         "slack_s": None if forecast is None else round(forecast.slack_s),

@@ -265,8 +265,14 @@ class Feeder:
             if not known.keys() >= set(names):
                 known = self._forecasts_of(found)
             state = OutlookState.MEASURED if known else OutlookState.ESTIMATING
+        done = self._meter.progress.done_of(self.num_in_flight)
         return {
-            name: Outlook(state=state, num_running=taken.get(name, 0), forecast=known.get(name))
+            name: Outlook(
+                state=state,
+                num_running=taken.get(name, 0),
+                running_done=done,
+                forecast=known.get(name),
+            )
             for name in names
         }
 

@@ -232,10 +232,12 @@ class OutlookState(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outlook:
     """Of an open batch. `num_running`: its lines at the schedulers of all servers, waiting or
-    running. `forecast`: None unless MEASURED."""
+    running. `running_done`: mean share of these replies that is generated, of their limits (0 to
+    1). `forecast`: None unless MEASURED."""
 
     state: OutlookState
     num_running: int
+    running_done: float
     forecast: Forecast | None
 
 

@@ -83,6 +83,12 @@ class Progress:
     prefill_token_s: float = 0.0
     decode_s: float = 0.0
 
+    def done_of(self, num_in_flight: int) -> float:
+        """Mean share of the replies of lines in flight that is generated, of their limits (0 to
+        1); those that have not begun have none."""
+        done = sum(min(one.num_output / max(one.limit, 1), 1.0) for one in self.running)
+        return done / max(num_in_flight, len(self.running), 1)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:

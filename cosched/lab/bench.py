@@ -173,7 +173,12 @@ class Suite(_OfSuite):
             made[Key.of(row)] = cells_of(suite.columns, some) | commit
         page.rows |= made
         command = self._command(self.suite)
-        print(Page(made).text(suite, command))
+        if sys.stdout.isatty():
+            for name in dict.fromkeys(row.scenario for row in rows):
+                print(f"{name}: {suite.scenarios[name].title}")
+                Page(made).print(suite, name)
+        else:
+            print(Page(made).text(suite, command))
         self.save(self.write, lambda path: write_whole(path, page.text(suite, command)))
         self.save(self.plot, lambda path: page.plot(suite, path))
         return self.finish(
@@ -293,7 +298,10 @@ class Run(_Simulations):
             Key.of(row): cells_of(suite.columns, some)
             for row, some in zip(rows, outcomes, strict=True)
         }
-        print(Page(cells).table(suite, "run"))
+        if sys.stdout.isatty():
+            Page(cells).print(suite, "run")
+        else:
+            print(Page(cells).table(suite, "run"))
         self.save(self.plot, lambda folder: plot_results(folder, drawn))
         return self.finish(
             {

@@ -17,7 +17,7 @@ from cosched.lab.columns import COLUMNS
 from cosched.lab.metrics.figure import Panel, plot_panels
 from cosched.lab.metrics.plots import Run, write_comparison_plots
 from cosched.lab.metrics.stats import interval_of
-from cosched.lab.metrics.table import markdown_rows
+from cosched.lab.metrics.table import markdown_rows, print_rows
 from cosched.lab.simulation.run import RunResult
 from cosched.lab.suite import Option, Outcome, Row, SuiteFile, SuiteTarget, as_arguments
 
@@ -116,6 +116,15 @@ class Page:
                 ]
                 for key, cells in rows
             ],
+        )
+
+    def print(self, suite: SuiteFile, scenario: str) -> None:
+        """The rows of one scenario, as tables are printed."""
+        print_rows(
+            [
+                (f"{key.setting} {key.value}".strip(), cells)
+                for key, cells in self._of(suite, scenario)
+            ]
         )
 
     def _of(self, suite: SuiteFile, scenario: str) -> Iterator[tuple[Key, dict[str, str]]]:

@@ -414,6 +414,7 @@ def test_a_pause_leaves_no_forecast_and_does_not_lower_the_measured_rate(api, st
     assert told() == {
         "state": "paused",
         "running": told()["running"],
+        "running_done": 0.0,
         "finish_s": None,
         "most_s": None,
         "slack_s": None,

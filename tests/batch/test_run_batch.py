@@ -79,6 +79,12 @@ def test_outputs_are_those_of_lines_sent_one_by_one(api, job, folder):
     assert not api.files.list().data and not list((folder / "files").iterdir())
 
 
+def test_the_progress_says_how_many_lines_the_server_works_on(api, job, stand_in, capsys):
+    stand_in.delay_s = 0.5
+    assert job.run(api.url, "--progress-every", "0.01") == 0
+    assert "0/10 lines (0.0%), 10 in flight" in capsys.readouterr().err
+
+
 def test_endpoints_become_batches_of_their_own(api, job):
     job.write([line("a"), line("r", url="/v1/responses", body={"input": "x"}), line("b")])
     assert job.run(api.url) == 0

@@ -192,3 +192,19 @@ def test_a_command_that_lacks_its_engine_says_so():
     )
     assert done.returncode == 2
     assert done.stderr.startswith("cosched: simulate needs torch"), done.stderr
+
+
+@pytest.mark.parametrize(
+    "command", [["config", "{}"], ["bench", "suite", "--list"], ["batch", "-i", "/no", "-o", "/no"]]
+)
+def test_the_last_line_is_json_for_programs_and_left_out_on_a_terminal(
+    command, capsys, monkeypatch
+):
+    def shown():
+        main(command)
+        return capsys.readouterr().out
+
+    piped = shown()
+    assert json.loads(piped.splitlines()[-1])["versions"]
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert shown() == "".join(piped.splitlines(keepends=True)[:-1])

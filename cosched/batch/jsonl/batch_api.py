@@ -48,6 +48,8 @@ class _Forecast(msgspec.Struct, frozen=True):
     finish_s: float | None = None
     miss_chance: float | None = None
     state: str = "measured"
+    running: int = 0
+    running_done: float = 0.0
 
 
 class RemoteBatch(msgspec.Struct, frozen=True):

@@ -211,11 +211,16 @@ class RemoteJob:
     def _show_now(self, running: list[RemoteBatch]) -> None:
         counts = [one.request_counts for one in running]
         num_failed = sum(one.failed for one in counts)
+        outlooks = [one.cosched for one in running if one.cosched is not None]
+        ends_s = [one.finish_s for one in outlooks if one.finish_s is not None]
         self._show(
             Snapshot(
                 num_lines=self._num_lines,
                 num_done=self._journal.num_done + num_failed + sum(one.completed for one in counts),
                 num_failed=self._journal.num_failed + num_failed,
+                num_in_flight=sum(one.running for one in outlooks),
+                num_begun=sum(one.running * one.running_done for one in outlooks),
+                left_s=max(ends_s) if ends_s and len(ends_s) == len(running) else None,
                 num_tokens=self.counts.prompt_tokens
                 + self.counts.completion_tokens
                 + sum(one.usage.input_tokens + one.usage.output_tokens for one in running),

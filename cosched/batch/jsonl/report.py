@@ -17,6 +17,7 @@ from rich.table import Column, Table
 
 from cosched.batch.jsonl.batch_api import RemoteBatch
 from cosched.batch.jsonl.client import Trouble
+from cosched.cli import print_for_programs
 from cosched.versions import versions
 
 _RATE_WINDOW_S = 60.0
@@ -25,14 +26,22 @@ _RATE_WINDOW_S = 60.0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
     """The state of a job. `num_done` includes the failed lines and those of earlier calls;
-    `num_tokens`, of prompts and answers, is of this call."""
+    `num_tokens`, of prompts and answers, is of this call. `num_begun`: how much of the lines in
+    flight is generated, in lines. `left_s`: what the server expects [s]; None: it does not say."""
 
     num_lines: int
     num_done: int
     num_failed: int
     num_in_flight: int = 0
+    num_begun: float = 0.0
     num_tokens: int = 0
+    left_s: float | None = None
     trouble: Trouble | None = None
+
+    @property
+    def progress(self) -> float:
+        """Lines that are done, and the parts of those in flight."""
+        return min(self.num_done + self.num_begun, float(self.num_lines))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +111,7 @@ class Reporter:
                 self._bar.console.print(f"run_batch: {reason}", markup=False)
             self._printed_reason = reason
             self._bar.update(
-                self._task, total=snapshot.num_lines, completed=snapshot.num_done, text=text
+                self._task, total=snapshot.num_lines, completed=snapshot.progress, text=text
             )
         elif now_s >= self._next_s:
             self._next_s = now_s + self._every_s
@@ -120,15 +129,16 @@ class Reporter:
 
 
 def _progress_text(snapshot: Snapshot, rates: Rates) -> str:
-    share = snapshot.num_done / snapshot.num_lines if snapshot.num_lines else 1.0
+    share = snapshot.progress / snapshot.num_lines if snapshot.num_lines else 1.0
     parts = [f"{snapshot.num_done}/{snapshot.num_lines} lines ({share:.1%})"]
     if snapshot.num_failed:
         parts.append(f"{snapshot.num_failed} failed")
     parts.append(f"{snapshot.num_in_flight} in flight")
     if rates.lines_per_s > 0:
         parts.append(f"{rates.lines_per_s:.3g} lines/s, {rates.tokens_per_s:,.0f} tokens/s")
-    if rates.left_s is not None:
-        parts.append(f"about {_duration(rates.left_s)} left")
+    left_s = rates.left_s if snapshot.left_s is None else snapshot.left_s
+    if left_s is not None:
+        parts.append(f"about {_duration(left_s)} left")
     text = ", ".join(parts)
     if (trouble := snapshot.trouble) is not None:
         text += f"; no answer for {trouble.waited_s:.0f} s of at most {trouble.limit_s:g}"
@@ -165,7 +175,7 @@ def print_report(
     try:
         if table.row_count:
             Console(file=sys.stdout).print(table)
-        print(msgspec.json.encode(entry).decode(), flush=True)
+        print_for_programs(msgspec.json.encode(entry).decode())
     except OSError as error:  # for example, stdout is a file on a full disk
         print(f"run_batch: cannot write the report: {error.strerror}", file=sys.stderr, flush=True)
 
@@ -193,7 +203,7 @@ def print_batches(
         )
     Console(file=sys.stdout).print(table)
     entries = [{**msgspec.to_builtins(one), "is_fetched": is_fetched(one)} for one in found]
-    print(msgspec.json.encode({"program": "run_batch", "batches": entries}).decode(), flush=True)
+    print_for_programs(msgspec.json.encode({"program": "run_batch", "batches": entries}).decode())
 
 
 def _rows(results: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Tables: of summaries on a terminal, and in Markdown."""
+"""Tables: of summaries, for a terminal or for a file, and in Markdown."""
 
 from __future__ import annotations
 
@@ -20,8 +20,18 @@ _SHOWN = (
     *("p95 completion s", "work/s", "of bound %", "offline tokens/s", "offline req/s"),
     *("online hit %", "offline hit %", "evicted prompt tokens", "preemptions", "recomputed tokens"),
 )
+_FIRST = (
+    *("both met %", "TTFT p99 s", "TPOT p99 ms", "job done s", "of bound %", "offline tokens/s"),
+    *("preemptions", "TTFT p50 s", "TPOT p50 ms"),
+)
+"""Where not all columns fit on a terminal, those that are shown first."""
 _ALSO_BY_TIER = (*_SHOWN[:6], "TPOT p50 ms", "TPOT p99 ms", "TBT p99 ms", "online hit %")
 _UNLIMITED = 10_000
+_WIDEST_NAME = 24
+"""On a terminal; longer ones are folded."""
+
+Row = tuple[str, Mapping[str, str]]
+"""A setting, and column -> cell; an empty cell is none."""
 
 
 def markdown_rows(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -46,32 +56,61 @@ def print_table(
     """Print one row per setting to `file` or stdout, and one for each of its tiers; with a baseline
     also the ratios of its p99.
 
-    Marked names get an exclamation mark; columns without values are left out. Lines may be wider
-    than the terminal: no number is cut.
+    Marked names get an exclamation mark; columns without values are left out.
     """
     if baseline is not None and baseline not in summaries:
         raise ConfigError(f"unknown baseline {baseline!r}; choose from {choices(summaries)}")
-    cells = {_broken(name): [COLUMNS[name].shown(s) for s in summaries.values()] for name in _SHOWN}
-    if baseline is not None:
-        compared = [compare(s, summaries[baseline]) for s in summaries.values()]
-        for metric in ("ttft", "tpot"):
-            ratios = [getattr(one, f"{metric}_p99_ratio") for one in compared]
-            shown = ["" if ratio is None else f"{ratio:.2f}" for ratio in ratios]
-            cells[f"{metric.upper()} p99\nx base"] = shown
-    headers = [header for header, values in cells.items() if any(values)]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("\nsetting", no_wrap=True)
-    for header in headers:
-        table.add_column(header, justify="right", no_wrap=True)
-    for index, (name, summary) in enumerate(summaries.items()):
+    rows: list[Row] = []
+    for name, summary in summaries.items():
         title = f"{name} (base)" if name == baseline else name
         title += " (!)" if name in marked else ""
-        table.add_row(title, *(cells[header][index] or "-" for header in headers))
+        cells = {column: COLUMNS[column].shown(summary) for column in _SHOWN}
+        if baseline is not None:
+            compared = compare(summary, summaries[baseline])
+            for metric in ("ttft", "tpot"):
+                ratio = getattr(compared, f"{metric}_p99_ratio")
+                cells[f"{metric.upper()} p99 x base"] = "" if ratio is None else f"{ratio:.2f}"
+        rows.append((title, cells))
         for tier, served in summary.tiers.items():
             alone = replace(summary, online=served)
-            values = {_broken(name): COLUMNS[name].shown(alone) for name in _ALSO_BY_TIER}
-            table.add_row(f"  tier {tier}", *(values.get(header) or "-" for header in headers))
+            shown = {column: COLUMNS[column].shown(alone) for column in _ALSO_BY_TIER}
+            rows.append((f"  tier {tier}", shown))
+    print_rows(rows, file=file)
+
+
+def print_rows(rows: Sequence[Row], *, file: IO[str] | None = None) -> None:
+    """Print rows to `file` or stdout; columns without a cell are left out.
+
+    On a terminal as many columns as fit, the most important ones; the last line says if some are
+    left out. Elsewhere all of them: lines may be long, and no number is cut.
+    """
     console = Console(file=file)
-    natural = console.measure(table, options=console.options.update(width=_UNLIMITED))
-    console.width = max(console.width, natural.maximum)
+    unlimited = console.options.update(width=_UNLIMITED)
+    known = dict.fromkeys(one for _, cells in rows for one in cells)
+    headers = [one for one in known if any(cells.get(one) for _, cells in rows)]
+    widest = _WIDEST_NAME if console.is_terminal else None
+    by_importance = sorted(headers, key=lambda one: (one not in _FIRST, _place(one)))
+    for number in range(len(headers), 0, -1):
+        shown = [header for header in headers if header in by_importance[:number]]
+        table = _table(rows, shown, widest_name=widest)
+        width = console.measure(table, options=unlimited).maximum
+        if width <= console.width or not console.is_terminal:
+            break
+    console.width = max(console.width, width)
     console.print(table)
+    if len(shown) < len(headers):
+        console.print(f"{len(shown)} of {len(headers)} columns; --json FILE writes all figures")
+
+
+def _place(header: str) -> int:
+    return _FIRST.index(header) if header in _FIRST else 0
+
+
+def _table(rows: Sequence[Row], headers: Sequence[str], *, widest_name: int | None) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("\nsetting", overflow="fold", max_width=widest_name)
+    for header in headers:
+        table.add_column(_broken(header), justify="right", no_wrap=True)
+    for name, cells in rows:
+        table.add_row(name, *(cells.get(header) or "-" for header in headers))
+    return table

@@ -24,6 +24,13 @@ def test_the_time_left_is_known_once_as_many_lines_are_done_as_are_in_flight():
     assert "left" not in text_at(resumed, 10.0, num_done=905, num_in_flight=50)
 
 
+def test_lines_of_a_batch_that_are_being_answered_count_in_part():
+    text = text_at(
+        Meter(now_s=0.0, num_done=0), 4.0, num_in_flight=1000, num_begun=412.5, left_s=6.2
+    )
+    assert text == "0/1000 lines (41.2%), 1000 in flight, about 6 s left"
+
+
 @pytest.mark.parametrize(
     ("rate", "left"), [(1000.0, "1 s"), (10.0, "100 s"), (1.0, "17 min"), (0.01, "28 h")]
 )

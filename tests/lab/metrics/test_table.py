@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 
@@ -46,6 +47,26 @@ def test_one_row_per_setting_uncut():
     job = ["2.0", "2.0", "2.0", "45", "0.44", "25.0", "0", "1,234"]
     assert cells(lines[4]) == ["(!)", *online, *job]
     assert "evicted" not in " ".join(lines), "a column without values is left out"
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("width", [80, 60, 40])
+def test_a_terminal_gets_the_most_important_columns_that_fit(width, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("TERM", "xterm")
+    names = {"s0": "s0", "cosched": "hygen-throttled, chunks of 448, 1.9 req/s"}
+    file = Terminal()
+    print_table({names[name]: one for name, one in summaries().items()}, file=file)
+    text = re.sub("\x1b\\[[0-9;]*m", "", file.getvalue())
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= width
+    assert "…" not in text and "both" in text
+    [row] = [line for line in lines if line.split()[:1] == ["s0"]]
+    assert f"{len(cells(row))} of 17 columns; --json FILE" in " ".join(text.split())
 
 
 def test_a_baseline_adds_ratios():
