@@ -19,6 +19,7 @@ from cosched.core.request import Slo
 from cosched.core.tiers import Tier
 from cosched.core.wire import SERVICE_TIERS, Bounds
 from cosched.errors import ConfigError, choices
+from cosched.limits.api_keys import ApiKeys
 from cosched.limits.claims import ANY_KEY, Claims
 from cosched.memory.config import KvConfig
 from cosched.policies import policy_entry, without_tolerance
@@ -265,6 +266,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             if claims.name is not None or (key not in names and key != ANY_KEY):
                 names[key] = claims.name or key.removeprefix("sha256:")[:8]
         return names
+
+    def api_keys(self) -> ApiKeys:
+        return ApiKeys(
+            names=self.key_names(),
+            claims=self.claims.keys,
+            weights=self.batches.tenant_weights,
+            has_owners=self.batches.isolates(None),
+        )
 
     def most_running_offline(self) -> dict[str, int]:
         """Name of an API key's owner -> most of its offline requests that run at a time."""

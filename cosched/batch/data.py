@@ -110,10 +110,6 @@ class Batch(NewBatch):
     validated_by: str | None = None
 
     @property
-    def owner_and_tenant(self) -> tuple[str, str]:
-        return self.owner, self.tenant
-
-    @property
     def num_left(self) -> int:
         """Lines without a result."""
         return self.total - self.completed - self.failed

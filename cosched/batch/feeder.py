@@ -29,6 +29,7 @@ from cosched.batch.jsonl.records import Answer, Failure
 from cosched.batch.rate import Ended, Progress, Rate, RateMeter, past_rate
 from cosched.batch.storage import FilesUnavailableError
 from cosched.batch.store import BatchStore, records_of
+from cosched.limits.api_keys import ApiKeys
 from cosched.limits.bounds import Scope
 
 logger = logging.getLogger(__name__)
@@ -76,6 +77,7 @@ class Feeder:
         files: FileStore,
         client: Client,
         config: BatchesConfig,
+        keys: ApiKeys,
         state: Callable[..., Mapping[str, Any]],
         is_paused: Callable[[], bool],
         progress: Callable[[], Awaitable[Progress]],
@@ -95,6 +97,7 @@ class Feeder:
         self._files = files
         self._client = client
         self._config = config
+        self._keys = keys
         self._rules = LineRules(config, scope=scope)
         self._redaction = Redaction([] if config.folder is None else [config.folder])
         self._name = secrets.token_hex(8)
@@ -294,7 +297,7 @@ class Feeder:
             meter=self._meter,
             rate=rate,
             num_servers=self.num_servers,
-            weight=self._weight,
+            share=self._keys.share,
             margin_s=self._config.late_margin_s,
         )
 
@@ -354,6 +357,8 @@ class Feeder:
         demands = []
         taken = await asyncio.to_thread(self._store.num_taken)
         for batch in found:
+            if not self._keys.may_have_batches(batch.owner):
+                continue
             num_here = len(self._in_flight.get(batch.id, ()))
             num_in_flight = max(num_here, taken.get(batch.id, 0))
             num_waiting = batch.num_left - num_in_flight
@@ -363,10 +368,9 @@ class Feeder:
             demands.append(
                 Demand(
                     batch_id=batch.id,
-                    tenant=batch.owner_and_tenant,
+                    share=self._keys.share(batch.owner, batch.tenant),
                     num_in_flight=num_in_flight,
                     num_waiting=num_waiting,
-                    weight=self._weight(batch),
                     due=batch.expires_at if self._is_late(batch) else None,
                 )
             )
@@ -392,9 +396,6 @@ class Feeder:
                 )
         if away is not None:
             raise away
-
-    def _weight(self, batch: Batch) -> float:
-        return self._config.tenant_weights.get(batch.tenant, 1.0)
 
     def _is_late(self, batch: Batch) -> bool:
         forecast = self._forecasts.get(batch.id)
@@ -437,7 +438,7 @@ class Feeder:
         usage: dict[str, Any] = {}
         if isinstance(line, RequestLine):
             try:
-                state = self._state(self._deadline_s(batch), *batch.owner_and_tenant)
+                state = self._state(self._deadline_s(batch), batch.owner, batch.tenant)
                 outcome = await self._client.send(line, extensions={"state": state})
             except Exception:
                 logger.exception("batches: line %d of %s", line.number, batch.id)

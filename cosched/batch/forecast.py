@@ -1,9 +1,9 @@
 """Shares of batches, and forecasts of when they end at the measured rate of offline work.
 
-The feeder takes lines by `shares`: tenants get shares by their weights; within a tenant late
-batches come first, by the end of their windows, and the others share the rest equally. Forecasts
-assume the same. After the last line of a batch has begun, its replies continue; the length of this
-tail follows from the lengths of replies, not from the rate.
+The feeder takes lines by `shares`: API keys get shares by their weights, and in each key its
+tenants; within a tenant late batches come first, by the end of their windows, and the others share
+the rest equally. Forecasts assume the same. After the last line of a batch has begun, its replies
+continue; the length of this tail follows from the lengths of replies, not from the rate.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from statistics import NormalDist
 
 from cosched.batch.data import Batch
 from cosched.batch.rate import OUTPUT_TOKEN, Rate, RateMeter, Replies, Running, octave, work_of
+from cosched.core.shares import Share
 
 _LEAST_SPREAD = 0.1
 """Least relative spread of any rate: the remaining work is itself an estimate."""
@@ -35,54 +36,100 @@ _SURE = 0.9
 class Demand:
     """A batch with waiting lines.
 
-    weight  of its tenant: the size of its share relative to the others'
-    due     end of the window, if the batch is late; None: it is not late
+    share  of its tenant
+    due    end of the window, if the batch is late; None: it is not late
     """
 
     batch_id: str
-    tenant: tuple[str, str]
+    share: Share
     num_in_flight: int
     num_waiting: int
-    weight: float = 1.0
     due: float | None = None
 
 
 def shares(demands: Sequence[Demand], *, num_free: int) -> dict[str, int]:
     """Batch -> lines to take of it, `num_free` in all if that many wait.
 
-    Each line is of the tenant with the fewest in flight for its weight, and there of the late batch
-    that is due first, otherwise of the batch with the fewest in flight; ties go to the earlier
-    batch. So the share of a tenant depends neither on the number of its batches nor on their
-    windows, and what one tenant cannot use goes to the others.
+    Each line is of the API key with the fewest in flight for its weight, in it of the tenant with
+    the fewest for its weight, and there of the late batch that is due first, otherwise of the batch
+    with the fewest in flight; ties go to the earlier batch. So the share of a key depends neither
+    on the number of its tenants nor on that of its batches nor on their windows, and what one
+    cannot use goes to the others.
     """
-    load: Counter[tuple[str, str]] = Counter()
-    queues: dict[tuple[str, str], list[tuple[float, int, int]]] = {}
+    root = _Sharer(1.0)
     for index, one in enumerate(demands):
-        load[one.tenant] += one.num_in_flight
-        if one.num_waiting > 0:
-            due = math.inf if one.due is None else one.due
-            heappush(queues.setdefault(one.tenant, []), (due, one.num_in_flight, index))
-
-    def entry(tenant: tuple[str, str]) -> tuple[float, float, int, int]:
-        due, num_in_flight, index = queues[tenant][0]
-        return load[tenant] / demands[index].weight, due, num_in_flight, index
-
-    tenants = [entry(tenant) for tenant in queues]
-    heapify(tenants)
+        root.add(_Lines(one, index), one.share)
+    root.start()
     given: Counter[str] = Counter()
-    for _ in range(num_free):
-        if not tenants:
-            break
-        _, due, num_in_flight, index = heappop(tenants)
-        one = demands[index]
-        heappop(queues[one.tenant])
-        load[one.tenant] += 1
-        given[one.batch_id] += 1
-        if given[one.batch_id] < one.num_waiting:
-            heappush(queues[one.tenant], (due, num_in_flight + 1, index))
-        if queues[one.tenant]:
-            heappush(tenants, entry(one.tenant))
+    while root.queue and given.total() < num_free:
+        given[root.take()] += 1
     return dict(given)
+
+
+class _Lines:
+    """The waiting lines of a batch."""
+
+    def __init__(self, demand: Demand, index: int) -> None:
+        self._name, self._left = demand.batch_id, demand.num_waiting
+        self._due = math.inf if demand.due is None else demand.due
+        self._index = index
+        self.load = demand.num_in_flight
+
+    @property
+    def has_more(self) -> bool:
+        return self._left > 0
+
+    def start(self) -> None:
+        """As of `_Sharer`."""
+
+    def order(self) -> tuple[float, ...]:
+        return self._due, self.load, self._index
+
+    def take(self) -> str:
+        self._left -= 1
+        self.load += 1
+        return self._name
+
+
+class _Sharer:
+    """All keys, a key, or a tenant; its parts share what it gets. load: lines in flight."""
+
+    def __init__(self, weight: float) -> None:
+        self._weight = weight
+        self._parts: dict[str, _Sharer | _Lines] = {}
+        self.load = 0
+        self.queue: list[tuple[tuple[float, ...], _Sharer | _Lines]] = []
+        """The parts with waiting lines: a heap. The index of a batch makes each order unique."""
+
+    def add(self, lines: _Lines, share: Share) -> None:
+        sharer = self
+        for name, weight in zip(*share, strict=True):
+            part = sharer._parts.setdefault(name, _Sharer(weight))
+            assert isinstance(part, _Sharer)
+            sharer = part
+            sharer.load += lines.load
+        sharer._parts[str(len(sharer._parts))] = lines
+
+    def start(self) -> None:
+        for part in self._parts.values():
+            part.start()
+        self.queue = [(part.order(), part) for part in self._parts.values() if part.has_more]
+        heapify(self.queue)
+
+    @property
+    def has_more(self) -> bool:
+        return bool(self.queue)
+
+    def order(self) -> tuple[float, ...]:
+        return self.load / self._weight, *self.queue[0][0]
+
+    def take(self) -> str:
+        _, part = heappop(self.queue)
+        name = part.take()
+        if part.has_more:
+            heappush(self.queue, (part.order(), part))
+        self.load += 1
+        return name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,15 +234,14 @@ class Load:
 
     due_s       until its window ends [s]
     num_tokens  work of its lines without a result
-    weight      of its tenant
+    share       of its tenant
     end_s       the end of its work at its share of the rate -> the end of its last reply [s]
     """
 
     batch_id: str
-    tenant: tuple[str, str]
+    share: Share
     due_s: float
     num_tokens: float
-    weight: float = 1.0
     is_late: bool = False
     end_s: Callable[[float], float] = float
 
@@ -249,14 +295,14 @@ def forecasts_of(
     meter: RateMeter,
     rate: Rate,
     num_servers: int,
-    weight: Callable[[Batch], float],
+    share: Callable[[str, str], Share],
     margin_s: float,
 ) -> dict[str, Forecast]:
     """Batch -> its forecast.
 
     sizes   batch -> bytes of each of its lines at the scheduler of this server
     rate    of all servers
-    weight  of the tenant of a batch
+    share   owner and tenant of a batch -> its share
     """
     ended, running = list(meter.ended), meter.progress.running
     replies = Replies(ended, running) if ended else None
@@ -264,10 +310,9 @@ def forecasts_of(
     loads = [
         Load(
             batch_id=batch.id,
-            tenant=batch.owner_and_tenant,
+            share=share(batch.owner, batch.tenant),
             due_s=batch.expires_at - now,
             num_tokens=left[batch.id].num_tokens,
-            weight=weight(batch),
             end_s=partial(left[batch.id].end_s, replies=replies, rate=rate),
         )
         for batch in batches
@@ -307,35 +352,49 @@ def forecasts(
 
 
 def _finish_times(loads: Sequence[Load], tokens_per_s: float) -> dict[str, float]:
-    """Batch -> seconds until its work is done, when each has its share of the rate.
+    """Batch -> seconds until its work is done, when each has its share of the rate."""
+    return {name: tokens / tokens_per_s for name, tokens in _done(loads, level=0).items()}
 
-    All tenants with work left have done the same number of tokens per weight. So a batch is done
-    when that number reaches what the batch needs within its tenant, and the time until then is that
-    of all the work done by then. O(n log n).
+
+def _done(loads: Sequence[Load], *, level: int) -> dict[str, float]:
+    """Batch -> tokens of all these batches that are done by its end.
+
+    level  of the share paths, whose beginnings are the same: what share at this level
+
+    All that share and have work left have done the same number of tokens per weight. So a batch is
+    done when that number reaches what the batch needs within its part, and by then all parts have
+    done as much, or all that they have. O(n log n).
     """
-    by_tenant: dict[tuple[str, str], list[Load]] = {}
+    if level == len(loads[0].share.path if loads else ()):
+        return dict(_order(loads))
+    parts: dict[str, list[Load]] = {}
     for load in loads:
-        by_tenant.setdefault(load.tenant, []).append(load)
-    groups = sorted(by_tenant.values(), key=_per_weight)
-    ends = [_per_weight(group) for group in groups]
-    # Tokens of the tenants that are done first, and the weight of the others.
+        parts.setdefault(load.share.path[level], []).append(load)
+    if len(parts) == 1:
+        return _done(loads, level=level + 1)
+
+    def weight(part: Sequence[Load]) -> float:
+        return part[0].share.weights[level]
+
+    def per_weight(part: Sequence[Load]) -> float:
+        return _tokens(part) / weight(part)
+
+    groups = sorted(parts.values(), key=per_weight)
+    ends = [per_weight(group) for group in groups]
+    # Tokens of the parts that are done first, and the weight of the others.
     done = [0.0, *accumulate(_tokens(group) for group in groups)]
-    weights = [*accumulate((group[0].weight for group in groups[::-1]), initial=0.0)][::-1]
-    finish = {}
+    weights = [*accumulate((weight(group) for group in groups[::-1]), initial=0.0)][::-1]
+    found = {}
     for group in groups:
-        for name, num_tokens in _order(group):
-            per_weight = num_tokens / group[0].weight
-            index = bisect_left(ends, per_weight)
-            finish[name] = (done[index] + per_weight * weights[index]) / tokens_per_s
-    return finish
+        for name, num_tokens in _done(group, level=level + 1).items():
+            each = num_tokens / weight(group)
+            index = bisect_left(ends, each)
+            found[name] = done[index] + each * weights[index]
+    return found
 
 
 def _tokens(group: Sequence[Load]) -> float:
     return sum(load.num_tokens for load in group)
-
-
-def _per_weight(group: Sequence[Load]) -> float:
-    return _tokens(group) / group[0].weight
 
 
 def _order(group: Sequence[Load]) -> Iterator[tuple[str, float]]:

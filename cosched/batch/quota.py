@@ -1,4 +1,8 @@
-"""Limits per tenant: new batches and files beyond them are refused."""
+"""Limits per API key: new batches and files beyond them are refused.
+
+Where batches belong to no key, because the server does not keep keys apart, the limits of batches
+are per `metadata.tenant`: a client can choose another name, so they only keep order among friends.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +32,12 @@ def check_new_batch(
     num_open, num_waiting = connection.execute(
         sa.select(sa.func.count(), sa.func.coalesce(sa.func.sum(left), 0)).where(
             batches.c.owner == request.owner,
-            batches.c.tenant == request.tenant,
+            sa.true() if request.owner else batches.c.tenant == request.tenant,
             batches.c.status.in_(OPEN),
         )
     ).one()
-    who = f"tenant {request.tenant!r}" if request.tenant else "this API key"
+    is_of_key = request.owner or not request.tenant
+    who = "this API key" if is_of_key else f"tenant {request.tenant!r}"
     most = quota.max_open_batches
     if most is not None and num_open >= most:
         message = f"{num_open} batches that have not ended, and may have {most}"

@@ -30,7 +30,7 @@ from cosched.batch.files import too_large, upload_blocks
 from cosched.batch.prometheus import exposition
 from cosched.batch.service import BatchService
 from cosched.batch.storage import FilesUnavailableError
-from cosched.limits.claims import presented_key
+from cosched.limits.claims import hex_digest, presented_key
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -197,6 +197,12 @@ class _Routes:
         )
 
     async def create(self, request: Request) -> Response:
+        if not self._service.keys.may_be_offline(hex_digest(presented_key(request.headers))):
+            raise ApiError(
+                "this API key may have no offline requests (claims.keys: its max_offline is 0), so "
+                "it may have no batches",
+                status=403,
+            )
         owner = self._owner(request)
         asked = new_batch(await request.body(), owner=self._owner(request) or "")
         file = await asyncio.to_thread(self._files.get, asked.input_file_id, owner=owner)

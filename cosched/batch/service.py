@@ -22,6 +22,7 @@ from cosched.batch.prometheus import Snapshot
 from cosched.batch.rate import Progress
 from cosched.batch.storage import without_secrets
 from cosched.batch.store import BatchStore
+from cosched.limits.api_keys import ApiKeys
 from cosched.limits.bounds import ANY_MODEL, Scope
 
 logger = logging.getLogger(__name__)
@@ -43,9 +44,16 @@ async def _unknown() -> Progress:
 class BatchService:
     """One per server process that serves HTTP."""
 
-    def __init__(self, config: BatchesConfig, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        config: BatchesConfig,
+        *,
+        clock: Callable[[], float] = time.time,
+        keys: ApiKeys | None = None,
+    ) -> None:
         """Lock and open the store. ConfigError. `clock`: seconds of the epoch."""
         self.config = config
+        self.keys = keys or ApiKeys(weights=config.tenant_weights)
         self._opened = open_store(config)
         quota, database = config.quota, self._opened.database
         self.files = FileStore(database, self._opened.storage, clock=clock, quota=quota)
@@ -143,6 +151,7 @@ class BatchService:
                 files=self.files,
                 client=client,
                 config=self.config,
+                keys=self.keys,
                 state=state,
                 is_paused=is_paused,
                 progress=progress,

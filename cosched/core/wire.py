@@ -46,6 +46,7 @@ __all__ = [
     "LATE_KEY",
     "NAME_KEY",
     "OFFLINE_PRIORITY",
+    "OWNER_KEY",
     "PARAMS_KEY",
     "SERVER_KEY",
     "SERVICE_TIERS",
@@ -60,7 +61,6 @@ __all__ = [
     "class_of_priority",
     "hint_of_params",
     "map_targets",
-    "num_prompts",
     "params_of_slo",
     "parse_hint",
     "parse_http",
@@ -71,6 +71,7 @@ __all__ = [
     "slo_of_params",
     "with_server_params",
     "with_slo",
+    "without_targets",
 ]
 
 OFFLINE_PRIORITY = -100
@@ -142,9 +143,10 @@ USAGE_HEADER = "x-cosched-usage"
 SERVER_KEY = "cosched_server"
 """In ``custom_params``: what the HTTP side tells the scheduler. Clients cannot set it."""
 
-NAME_KEY, USAGE_KEY = "name", "device_seconds"
-"""In it: ``KEY/TENANT`` or ``KEY``, by the operator's names; whether the reply says what it cost.
-The second is the field of ``usage``, and in the ``meta_info`` of SGLang's replies, too."""
+NAME_KEY, OWNER_KEY, USAGE_KEY = "name", "owner", "device_seconds"
+"""In it: ``KEY/TENANT`` or ``KEY``, by the operator's names; the owner, where its key has no name
+(`cosched.core.shares`); whether the reply says what it cost. The last is the field of ``usage``,
+and in the ``meta_info`` of SGLang's replies, too."""
 
 SLO_HEADERS: Mapping[str, str] = {
     "x-slo-ttft-ms": "ttft_slo_ms",
@@ -366,52 +368,41 @@ def map_targets(
 ) -> Any:
     """Checked sampling parameters with the targets that `granted` makes of their own. Mutates
     nothing."""
-    if isinstance(sampling_params, list):
-        return [map_targets(params, granted) for params in sampling_params]
-    params = sampling_params or {}
-    custom = params.get("custom_params") or {}
-    own = custom.get(PARAMS_KEY) or {}
-    targets = granted(own)
-    if targets == own:
-        return sampling_params
-    others = {key: value for key, value in custom.items() if key != PARAMS_KEY}
-    return {**params, "custom_params": {**others, PARAMS_KEY: targets} if targets else others}
+    return _with_custom(sampling_params, PARAMS_KEY, lambda own: granted(own or {}))
+
+
+def without_targets(sampling_params: Any) -> Any:
+    """Sampling parameters, checked or not, without targets and hints. Mutates nothing."""
+    return _with_custom(sampling_params, PARAMS_KEY, lambda own: {})
 
 
 def with_server_params(sampling_params: Any, told: Mapping[str, Any]) -> Any:
-    """Checked sampling parameters in which `told` is all that the HTTP side tells the scheduler.
-    Mutates nothing."""
+    """Sampling parameters, checked or not, in which `told` is all that the HTTP side tells the
+    scheduler. Mutates nothing."""
+    return _with_custom(sampling_params, SERVER_KEY, lambda own: told)
+
+
+def _with_custom(sampling_params: Any, key: str, value: Callable[[Any], Mapping[str, Any]]) -> Any:
+    """Sampling parameters with `value` of what their ``custom_params`` have under `key`, or without
+    the key where that is empty. What is no object stays: SGLang refuses it."""
     if isinstance(sampling_params, list):
-        return [with_server_params(params, told) for params in sampling_params]
-    params = sampling_params or {}
-    custom = params.get("custom_params") or {}
-    if not told and SERVER_KEY not in custom:
+        return [_with_custom(params, key, value) for params in sampling_params]
+    params = {} if sampling_params is None else sampling_params
+    custom = params.get("custom_params") if isinstance(params, Mapping) else params
+    custom = {} if custom is None else custom
+    if not isinstance(custom, Mapping):
         return sampling_params
-    others = {key: value for key, value in custom.items() if key != SERVER_KEY}
-    return {**params, "custom_params": {**others, SERVER_KEY: told} if told else others}
+    new = value(custom.get(key))
+    if new == custom.get(key, {}):
+        return sampling_params
+    others = {name: each for name, each in custom.items() if name != key}
+    return {**params, "custom_params": {**others, key: new} if new else others}
 
 
 def server_params(custom_params: Any) -> Mapping[str, Any]:
     """What the HTTP side told the scheduler of a request."""
     told = custom_params.get(SERVER_KEY) if isinstance(custom_params, Mapping) else None
     return told if isinstance(told, Mapping) else {}
-
-
-def num_prompts(body: Any) -> int:
-    """How many sequences a request body asks for: prompts times samples of each. A rough reading
-    of what SGLang has not checked yet; at least 1."""
-    if not isinstance(body, Mapping):
-        return 1
-    params = body.get("sampling_params")
-    nested = params.get("n") if isinstance(params, Mapping) else None
-    samples = max((n for n in (body.get("n"), nested) if type(n) is int), default=1)
-    prompts = 1
-    for name in ("text", "input_ids", "prompt", "input"):
-        value = body.get(name)
-        # Of numbers or of messages it would be one prompt.
-        if isinstance(value, list) and value and isinstance(value[0], str | list):
-            prompts = len(value)
-    return max(prompts * samples, 1)
 
 
 def slo_of_params(custom_params: Any) -> Slo:

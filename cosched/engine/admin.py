@@ -119,7 +119,7 @@ def add_batches(app: Any, config: Config, api_key: str | None) -> None:
 
     if config.policy == "sglang":
         logger.warning("batches: under policy 'sglang' their requests queue with chats")
-    service = BatchService(config.batches)
+    service = BatchService(config.batches, keys=config.api_keys())
     logger.info("batches: %s", service.summary())
     routes.add_routes(
         app,
@@ -132,7 +132,7 @@ def add_batches(app: Any, config: Config, api_key: str | None) -> None:
         lambda: service.feeding(
             app,
             api_key=api_key,
-            state=partial(own_request, names=config.key_names()),
+            state=partial(own_request, keys=config.api_keys()),
             is_paused=lambda: _keeps_offline_waiting(app),
             progress=_offline_progress,
             scope=scope_of(_manager()),

@@ -8,7 +8,7 @@ it, streamed ones in every chunk.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,12 +22,11 @@ from cosched.core.wire import (
     LATE_HEADER,
     LATE_KEY,
     NAME_KEY,
-    PARAMS_KEY,
+    OWNER_KEY,
     SERVICE_TIERS,
     USAGE_KEY,
     check_sampling_params,
     map_targets,
-    num_prompts,
     params_of_slo,
     parse_hint,
     parse_http,
@@ -35,9 +34,12 @@ from cosched.core.wire import (
     parse_slo,
     with_server_params,
     with_slo,
+    without_targets,
 )
 from cosched.errors import LimitError
-from cosched.limits.claims import ANY_KEY, Grant, KeyGate, digest_of, presented_key
+from cosched.limits.api_keys import NO_KEYS, ApiKeys
+from cosched.limits.claims import Grant, KeyGate, hex_digest, presented_key
+from cosched.limits.sequences import asked, made
 
 CLASS_HEADER = "x-cosched-class"
 TARGETS_HEADER = "x-cosched-targets"
@@ -79,25 +81,22 @@ _WITHOUT_A_RUN = frozenset(
 """Routes that do not run the model: limits of API keys do not count them."""
 
 
-_NO_NAMES: Mapping[str, str] = {}
-
-
 def own_request(
     deadline_s: float | None = None,
     owner: str = "",
     tenant: str = "",
     *,
-    names: Mapping[str, str] = _NO_NAMES,
+    keys: ApiKeys = NO_KEYS,
 ) -> dict[str, Any]:
     """The initial `request.state` of a request that the server sends to itself: it is offline
     whatever its body says, and counts against no API key.
 
     deadline_s  latest completion, from now on [s], unless the request names one
     owner       digest of the API key that it costs
-    names       `Config.key_names`
     """
-    name = names.get(f"sha256:{owner}", names.get(ANY_KEY, "")) + (f"/{tenant}" if tenant else "")
-    return {_OWN: params_of_slo(Slo(deadline_s=deadline_s)), _OWN_NAME: name}
+    name = keys.name(owner) + (f"/{tenant}" if tenant else "")
+    slo = params_of_slo(Slo(deadline_s=deadline_s))
+    return {_OWN: slo, _OWN_NAME: (name, keys.owner(owner))}
 
 
 class Front:
@@ -105,7 +104,8 @@ class Front:
 
     def __init__(self, config: Config) -> None:
         self._ignored = config.claims.ignored
-        self._names = config.key_names()
+        self._keys = config.api_keys()
+        self._owner_of = config.batches.owner_of
         tiers = config.online_tiers()
         self.gate = KeyGate(config.claims, config.slo.targets(), tiers)
         names = {tier.name: None for tier in tiers}
@@ -123,22 +123,24 @@ class Front:
         if own is not None:
             slo = {**own, **wish.slo}
             wish = replace(wish, only=RequestClass.OFFLINE, slo=slo, asks_usage=True)
-            grant = Grant(wish=wish, name=getattr(state, _OWN_NAME))
+            name, owner = getattr(state, _OWN_NAME)
+            grant = Grant(wish=wish, name=name, owner=owner)
         elif route in _WITHOUT_A_RUN:
             grant = self.gate.grant(wish, request.headers)
         else:
             try:
-                grant = self.gate.enter(wish, request.headers, num_prompts(body))
+                grant = self.gate.enter(wish, request.headers, asked(route, body))
             except LimitError as error:
                 setattr(state, _RETRY_AFTER, error.retry_after_s)
                 raise
         if own is None:
-            grant.name = self._name_of(request.headers)
+            self._name(grant, request.headers)
         setattr(state, _STATE, grant)
         setattr(state, _TIERED, route in _TIERED_ROUTES)
 
     def apply(self, obj: Any, request: Any) -> None:
-        """Write the granted class and targets into SGLang's request object. RequestError."""
+        """Write the granted class and targets into SGLang's request object, and count its sequences
+        until `ended`. RequestError, LimitError."""
         state = getattr(request, "state", None)
         grant: Grant | None = getattr(state, _STATE, None)
         if grant is None:
@@ -147,40 +149,50 @@ class Front:
             wish = parse_http(None, headers or {}, ignored=self._ignored)
             # Without headers there is no key, and `*` is for requests that could have sent one.
             grant = Grant(wish=wish) if headers is None else self.gate.grant(wish, headers)
-            grant.name = self._name_of(headers or {})
+            self._name(grant, headers or {})
             if state is not None:
                 setattr(state, _STATE, grant)
+        if state is not None:
+            try:
+                self.gate.admit(grant, made(obj))
+            except LimitError as error:
+                setattr(state, _RETRY_AFTER, error.retry_after_s)
+                raise
         priority = None if "priority" in self._ignored else parse_priority(obj.priority)
         obj.priority = self.gate.priority(grant, priority)
         params = obj.sampling_params
         if "body_targets" in self._ignored:
-            params = map_targets(params, lambda own: {}) if _may_have_targets(params) else params
+            params = without_targets(params)
         else:
             check_sampling_params(params)
         params = with_slo(params, grant.wish.slo)
         if grant.bounds.is_bounding:
             clamp = grant.bounds.clamp
             params = map_targets(params, partial(_clamped, clamp))
-        told: dict[str, Any] = {NAME_KEY: grant.name} if grant.name else {}
-        if grant.wish.asks_usage:
-            told[USAGE_KEY] = True
-        if request is not None and _may_have_targets(params):
-            params = with_server_params(params, told)
+        if request is not None:
+            params = with_server_params(params, _told(grant))
         obj.sampling_params = params
 
-    def _name_of(self, headers: Mapping[str, str]) -> str:
-        """Of the owner of the API key."""
-        if not self._names:
-            return ""
-        return self._names.get(digest_of(presented_key(headers)), self._names.get(ANY_KEY, ""))
+    def ended(self, request: Any) -> None:
+        """All that `apply` was called with for a request has been generated. Its key may have
+        another one, before the client has read the end of the reply."""
+        grant: Grant | None = getattr(getattr(request, "state", None), _STATE, None)
+        if grant is not None:
+            self.gate.leave(grant)
+
+    def _name(self, grant: Grant, headers: Mapping[str, str]) -> None:
+        """Write down who pays for it."""
+        key = presented_key(headers)
+        grant.name = self._keys.name(hex_digest(key))
+        grant.owner = "" if grant.name else self._keys.owner(self._owner_of(key))
 
     def hear(self, reply: Any, request: Any) -> None:
         """Move what the scheduler says of lateness and cost from a reply, or a part of one, to the
         state that `ReplyMiddleware` reads."""
         late = None
         costs: dict[str, float] = {}
-        for each in reply if isinstance(reply, list) else (reply,):
-            meta_info = each.get("meta_info") if isinstance(each, dict) else None
+        for each in _parts(reply):
+            meta_info = each.get("meta_info")
             reported = meta_info.pop(LATE_KEY, None) if meta_info else None
             late = late or next((reason for reason in reported or () if reason), None)
             if meta_info and USAGE_KEY in meta_info:
@@ -193,6 +205,15 @@ class Front:
             setattr(state, _LATE, late or _NOT_LATE)
 
 
+def _parts(reply: Any) -> Iterator[Mapping[str, Any]]:
+    """The replies in it: of several prompts or samples, or the results of a beam search."""
+    if isinstance(reply, list):
+        for each in reply:
+            yield from _parts(each)
+    elif isinstance(reply, dict):
+        yield from reply.get("beam_results", (reply,))
+
+
 def _clamped(clamp: Callable[[Slo], Slo], own: Mapping[str, Any]) -> dict[str, Any]:
     """The targets, clamped; a hint stays as it is."""
     hint = parse_hint(own)
@@ -200,23 +221,18 @@ def _clamped(clamp: Callable[[Slo], Slo], own: Mapping[str, Any]) -> dict[str, A
     return granted if hint is None else {**granted, HINT_KEY: hint}
 
 
-def _may_have_targets(params: Any) -> bool:
-    """True if `map_targets` can read them; SGLang refuses the rest."""
-    if isinstance(params, list):
-        return all(map(_may_have_targets, params))
-    if not isinstance(params, Mapping):
-        return params is None
-    custom = params.get("custom_params")
-    if not isinstance(custom, Mapping):
-        return custom is None
-    return isinstance(custom.get(PARAMS_KEY), Mapping | None)
+def _told(grant: Grant) -> dict[str, Any]:
+    """What the scheduler learns of a request beside class and targets."""
+    told = {NAME_KEY: grant.name, OWNER_KEY: grant.owner, USAGE_KEY: grant.wish.asks_usage}
+    return {key: value for key, value in told.items() if value}
 
 
 class ReplyMiddleware:
     """ASGI middleware: adds headers and fields to replies, and frees the limit of an API key when
     its request ends.
 
-    It reads no body: bytes are inserted into messages as they pass.
+    It reads no body: bytes are inserted into messages as they pass. SGLang goes on for two seconds
+    after a stream, to abort what a client has left.
     """
 
     def __init__(self, app: Any, *, front: Callable[[], Front]) -> None:
@@ -224,24 +240,30 @@ class ReplyMiddleware:
         self.front = front
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] not in ("http", "websocket"):
             await self.app(scope, receive, send)
             return
         state = scope.setdefault("state", {})
-        try:
-            await self.app(scope, receive, _Reply(state, send))
-        finally:
+
+        def leave() -> None:
             grant = state.get(_STATE)
             if grant is not None:
                 self.front().gate.leave(grant)
+
+        is_http = scope["type"] == "http"
+        try:
+            await self.app(scope, receive, _Reply(state, send, leave) if is_http else send)
+        finally:
+            leave()
 
 
 class _Reply:
     """The messages of one reply on their way out."""
 
-    def __init__(self, state: Mapping[str, Any], send: Send) -> None:
+    def __init__(self, state: Mapping[str, Any], send: Send, leave: Callable[[], None]) -> None:
         self._state = state
         self._send = send
+        self._leave = leave
         self._held: Message | None = None
         self._marks: list[Callable[[bytes], bytes]] = []
         self._is_stream = False
@@ -263,6 +285,8 @@ class _Reply:
                 self._marks.clear()
         if self._is_stream and message.get("body"):
             message = self._with_late(message)
+        if message["type"] == "http.response.body" and not message.get("more_body"):
+            self._leave()  # before the client can send another request
         await self._send(message)
 
     def _start(self, message: Message) -> bool:

@@ -8,9 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 from cosched.core.request import PLAIN, LateReason, RequestClass, Slo, Traits
+from cosched.core.shares import share_path
 from cosched.core.tiers import Tier, tier_rank, with_targets
 from cosched.core.wire import (
     NAME_KEY,
+    OWNER_KEY,
     USAGE_KEY,
     Bounds,
     class_of_priority,
@@ -63,6 +65,7 @@ class TrackedRequest:
         "reserves_all",
         "rid",
         "row",
+        "share_path",
         "slo",
         "tenant",
         "tier",
@@ -92,6 +95,7 @@ class TrackedRequest:
         told = server_params(custom_params)
         self.tenant = str(told.get(NAME_KEY, ""))
         """``KEY/TENANT`` or ``KEY``, by the names of the configuration; empty: none is known."""
+        self.share_path = share_path(self.tenant, str(told.get(OWNER_KEY, "")))
         self.payer = Payer(self.tenant, self.request_class)
         self.device_s = 0.0
         """What it has cost (`cosched.predict.account`)."""

@@ -69,11 +69,13 @@ class KeyClaims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                    `batches.owners`, or the first digits of its digest
     request_class  the class of all of them, whatever they ask for
     tiers          names of the tiers that its online requests may claim; a request that claims
-                   another gets the next lower one of these, or the lowest. Absent: all
+                   another gets the next lower one of these, or the lowest. Absent: all, and for
+                   ``*`` the tier of requests that claim none and those below it
     floors         of their targets, if above the server's
     ceilings       of their targets, if below the server's
     max_online     most online sequences in flight at a time; one more gets 429
-    max_offline    most offline sequences in flight, waiting or running; one more gets 429
+    max_offline    most offline sequences in flight, waiting or running; one more gets 429. Lines of
+                   batches wait in the store and are not counted; 0 means no batches either
     max_running_offline  most offline requests of its owner that run at a time, lines of batches
                    included; others wait
     """
@@ -163,6 +165,11 @@ def digest_of(key: str) -> str:
     return f"sha256:{hashlib.sha256(key.encode()).hexdigest()}"
 
 
+def hex_digest(key: str) -> str:
+    """Under which files and batches of a key are kept; "" without a key."""
+    return digest_of(key).removeprefix("sha256:") if key else ""
+
+
 def configured_digest(key: str, field: str) -> str:
     """The digest of a key in this field of the configuration, where it may be a digest already."""
     if not key.startswith("sha256:"):
@@ -221,7 +228,9 @@ class Grant:
     tier    name of the tier of an online request; "": there are none
     key     its entry in ``keys``
     name    of the owner of its API key, and of a tenant; empty: none is known
-    taken   sequences that it counts as
+    owner   of files and batches, where its key has no name (`cosched.core.shares`)
+    admitted  most sequences that it was admitted with
+    taken   sequences that it counts as now
     """
 
     wish: Wish
@@ -230,6 +239,8 @@ class Grant:
     tier: str = ""
     key: str | None = None
     name: str = ""
+    owner: str = ""
+    admitted: int = 0
     taken: int = 0
 
     @property
@@ -262,20 +273,27 @@ class KeyGate:
     def enter(self, wish: Wish, headers: Mapping[str, str], num_sequences: int) -> Grant:
         """Admit a request; `leave` must follow. LimitError if its key has too many in flight."""
         grant = self.grant(wish, headers)
-        if grant.key is None:
-            return grant
+        self.admit(grant, num_sequences)
+        return grant
+
+    def admit(self, grant: Grant, num_sequences: int) -> None:
+        """A request goes to the scheduler as so many sequences. LimitError if its key has too many
+        in flight; not for as many as it was admitted with before."""
+        more = num_sequences - grant.taken
+        if grant.key is None or more <= 0:
+            return
         request_class = grant.request_class
         limit = self.claims.keys[grant.key].limit(request_class)
         in_flight = self._in_flight[grant.key, request_class]
-        if limit is not None and in_flight + num_sequences > limit:
+        if limit is not None and num_sequences > grant.admitted and in_flight + more > limit:
             raise LimitError(
                 f"this API key may have {limit} {request_class.value} sequences in flight; "
                 f"it has {in_flight}, and this request asks for {num_sequences}",
                 retry_after_s=RETRY_AFTER_S[request_class],
             )
-        self._in_flight[grant.key, request_class] += num_sequences
+        self._in_flight[grant.key, request_class] += more
         grant.taken = num_sequences
-        return grant
+        grant.admitted = max(grant.admitted, num_sequences)
 
     def priority(self, grant: Grant, priority: int | None) -> int | None:
         """The priority that a request takes to the scheduler; notes its tier in `grant`. priority:
@@ -292,13 +310,21 @@ class KeyGate:
                 f"{wish.tier!r} is not the tier of priority {priority}, which is "
                 f"{tiers[claimed].name!r}; leave one out",
             )
-        allowed = None if grant.key is None else self.claims.keys[grant.key].tiers
-        rank = allowed_tier(tiers, named, allowed)
+        rank = allowed_tier(tiers, named, self._allowed_tiers(grant.key))
         grant.tier = tiers[rank].name
         return priority if priority is not None and rank == claimed else tiers[rank].priority
 
+    def _allowed_tiers(self, entry: str | None) -> Sequence[str] | None:
+        """None: all."""
+        if entry is None:
+            return None
+        named = self.claims.keys[entry].tiers
+        if named is None and entry == ANY_KEY:  # whom the operator does not know
+            return [tier.name for tier in self._tiers[tier_rank(self._tiers, None) :]]
+        return named
+
     def leave(self, grant: Grant) -> None:
-        """The request has ended. A second call does nothing."""
+        """Its sequences have ended. A second call does nothing."""
         if grant.key is not None:
             self._in_flight[grant.key, grant.request_class] -= grant.taken
         grant.taken = 0

@@ -3,9 +3,10 @@
 Idea         weighted fair queueing over the *device seconds* that requests cost
              (`cosched.predict.account`), not over requests or tokens: neither tiny nor huge
              requests get a tenant more than its share. Each API key has a virtual time, what its
-             requests have cost by its weight; so has each of its tenants, by theirs. The key that
-             is furthest behind is asked, and in it the tenant that is (start-time fair queueing,
-             Goyal et al. 1996). An admission counts at once with what requests of the tenant cost
+             requests have cost by its weight; so has each of its tenants, by theirs, and what is
+             between them in a share path (`cosched.core.shares`). The key that is furthest behind
+             is asked, and in it the tenant that is (start-time fair queueing, Goyal et al. 1996).
+             An admission counts at once with what requests of the tenant cost
              in the mean: the charges follow while it runs.
 Reuse        each tenant has a pool of its own, in prefix order. The tenant whose request was
              admitted last goes on while it is less than `lag_s` ahead of the others; after it, a
@@ -14,7 +15,8 @@ Blocking     where no request of the tenant that is asked fits, the next ones ar
              those that are less than `lag_s` ahead of it: else small requests would take all the
              memory that large ones wait for.
 Returning    a tenant that had nothing under way starts where the others are: what it did not use
-             earlier is not saved.
+             earlier is not saved. The tenants that have been idle for longest are forgotten where
+             there are many: clients choose their names.
 One tenant   its pool's order is the order, unchanged.
 """
 
@@ -24,13 +26,17 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
+from cosched.core.shares import SharePath, share_of
 from cosched.pool.order import PoolOrder
 from cosched.pool.pool import PrefixRequest
 from cosched.pool.prefix_pool import BucketStats, PoolStats, PrefixPool
 from cosched.pool.radix import Shared
 
 MOST_TENANTS = 64
-"""Tenants beyond share the pool of their key: clients choose the names of tenants."""
+"""With requests at a time; those beyond share the pool of their key."""
+
+_IDLE_S = 600.0
+"""After which a tenant without a request is forgotten, at the latest when another one comes."""
 
 _ASKED = 16
 """Tenants that are compared at a time, those furthest behind first."""
@@ -43,10 +49,10 @@ _NEWEST = 0.1
 
 
 class PaidRequest(PrefixRequest, Protocol):
-    """tenant: ``KEY/TENANT`` or ``KEY``; device_s: what it has cost so far [s]."""
+    """share_path: of its tenant; device_s: what it has cost so far [s]."""
 
     @property
-    def tenant(self) -> str: ...
+    def share_path(self) -> SharePath: ...
 
     device_s: float
 
@@ -56,10 +62,12 @@ P = TypeVar("P", bound=PaidRequest)
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Share:
-    """virtual_s: charged seconds by weight; ahead_s: those that requests under way are expected to
-    cost still, not by weight; num_active: requests that wait or run."""
+    """A key, an owner or a tenant. virtual_s: charged seconds by weight; ahead_s: those that
+    requests under way are expected to cost still, not by weight; num_active: requests that wait or
+    run."""
 
     weight: float
+    parent: _Share | None
     virtual_s: float = 0.0
     ahead_s: float = 0.0
     num_active: int = 0
@@ -77,15 +85,18 @@ class _Key(_Share):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Tenant(_Share, Generic[P]):
-    """mean_s: cost of a request [s]; None: none has ended."""
+    """line: from its key to itself; mean_s: cost of a request [s], None: none has ended; idle_s:
+    since when it has had no request."""
 
     key: _Key
     pool: PrefixPool[P]
+    line: tuple[_Share, ...] = ()
     mean_s: float | None = None
+    idle_s: float = 0.0
 
     def charge(self, seconds: float) -> None:
-        self.virtual_s += seconds / self.weight
-        self.key.virtual_s += seconds / self.key.weight
+        for share in self.line:
+            share.virtual_s += seconds / share.weight
 
 
 @dataclass(slots=True, eq=False)
@@ -104,7 +115,7 @@ class TenantPool(Generic[P]):
 
     make_pool     the pool of a tenant
     lag_s         see the module's docstring; None: tenants are not told apart
-    weights       ``KEY``, ``KEY/TENANT`` or ``TENANT`` -> share; others have 1
+    weights       as of `cosched.core.shares.share_of`
     most_running  key -> most of its requests that run at a time
 
     As in `PrefixPool`, and O(tenants) for each pass and for each update of the time; an order asks
@@ -117,8 +128,9 @@ class TenantPool(Generic[P]):
     most_running: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.tenants: dict[str, _Tenant[P]] = {}
-        self.keys: dict[str, _Key] = {}
+        self.tenants: dict[SharePath, _Tenant[P]] = {}
+        self.shares: dict[SharePath, _Share] = {}
+        """Of keys and owners, by the beginnings of paths."""
         self.of: dict[str, _Tenant[P]] = {}
         """Waiting request -> tenant."""
         self.under_way: dict[str, _UnderWay[P]] = {}
@@ -132,10 +144,10 @@ class TenantPool(Generic[P]):
     def add(self, request: P) -> None:
         self._leave(request.rid)
         tenant = self._tenant_of(request)
-        for share, others in ((tenant.key, self.keys), (tenant, self.tenants)):
+        for share in tenant.line:
             if not share.num_active:
                 self._charge_all()
-                self._start(share, others)
+                self._start(share)
             share.num_active += 1
         tenant.pool.add(request)
         self.of[request.rid] = tenant
@@ -245,27 +257,57 @@ class TenantPool(Generic[P]):
         return sum(known) / len(known) if known else 0.0
 
     def _tenant_of(self, request: P) -> _Tenant[P]:
-        name = "" if self.lag_s is None else request.tenant
-        if name not in self.tenants:
-            key, _, part = name.partition("/")
-            if len(self.tenants) >= MOST_TENANTS and part:
-                name, part = key, ""
-            if key not in self.keys:
-                most = self.most_running.get(key)
-                self.keys[key] = _Key(weight=self.weights.get(key, 1.0), most_running=most)
-            if name not in self.tenants:
-                weight = self.weights.get(name, self.weights.get(part, 1.0)) if part else 1.0
-                pool = self.make_pool()
-                pool.advance(self._now_s)
-                self.tenants[name] = _Tenant(weight=weight, key=self.keys[key], pool=pool)
-        return self.tenants[name]
+        path = ("", "") if self.lag_s is None else request.share_path
+        if path not in self.tenants:
+            self._forget_idle()
+            if len(self.tenants) >= MOST_TENANTS:
+                path = (path[0], *[""] * (len(path) - 1))  # the pool of the key
+        if path not in self.tenants:
+            pool = self.make_pool()
+            pool.advance(self._now_s)
+            weights = share_of(path, self.weights).weights
+            line: list[_Share] = []
+            for depth, weight in enumerate(weights[:-1], start=1):
+                line.append(self._share_at(path[:depth], weight, line[-1] if line else None))
+            key = line[0]
+            assert isinstance(key, _Key)
+            tenant = _Tenant(weight=weights[-1], parent=line[-1], key=key, pool=pool)
+            tenant.line = (*line, tenant)
+            self.tenants[path] = tenant
+        return self.tenants[path]
 
-    def _start(self, share: _Share, others: Mapping[str, _Share]) -> None:
+    def _share_at(self, path: SharePath, weight: float, parent: _Share | None) -> _Share:
+        if path not in self.shares:
+            if parent is None:
+                most = self.most_running.get(path[0])
+                self.shares[path] = _Key(weight=weight, parent=None, most_running=most)
+            else:
+                self.shares[path] = _Share(weight=weight, parent=parent)
+        return self.shares[path]
+
+    def _forget_idle(self) -> None:
+        """Make room for a tenant: forget those that have been idle for long, and where that is not
+        enough the one that has been for longest. Keys stay: the operator names them."""
+        idle = [path for path, tenant in self.tenants.items() if not tenant.num_active]
+        idle.sort(key=lambda path: self.tenants[path].idle_s)
+        most_idle_s = self._now_s - _IDLE_S
+        for path in idle:
+            tenant = self.tenants[path]
+            if len(self.tenants) < MOST_TENANTS and tenant.idle_s > most_idle_s:
+                return
+            del self.tenants[path]
+            if self.current is tenant:
+                self.current = self._last = None
+            owner = path[:-1]
+            if len(owner) > 1 and not any(other[:-1] == owner for other in self.tenants):
+                del self.shares[owner]
+
+    def _start(self, share: _Share) -> None:
         """It becomes active: where the others are that compete with it."""
         rivals = [
             other.virtual_s
-            for other in others.values()
-            if other.num_active and getattr(other, "key", None) is getattr(share, "key", None)
+            for other in (*self.shares.values(), *self.tenants.values())
+            if other.num_active and other.parent is share.parent
         ]
         share.virtual_s = max(share.virtual_s, min(rivals, default=0.0))
 
@@ -278,14 +320,14 @@ class TenantPool(Generic[P]):
             self._count_out(one.tenant)
         return one
 
-    @staticmethod
-    def _count_out(tenant: _Tenant[P]) -> None:
-        tenant.num_active -= 1
-        tenant.key.num_active -= 1
+    def _count_out(self, tenant: _Tenant[P]) -> None:
+        for share in tenant.line:
+            share.num_active -= 1
+        tenant.idle_s = self._now_s
 
     def _charge_all(self) -> None:
         """Charge the requests under way for what they cost since. O(these)."""
-        for share in (*self.keys.values(), *self.tenants.values()):
+        for share in (*self.shares.values(), *self.tenants.values()):
             share.ahead_s = 0.0
         for one in self.under_way.values():
             cost_s = one.request.device_s
@@ -293,8 +335,8 @@ class TenantPool(Generic[P]):
             one.charged_s = cost_s
             ahead_s = one.expected_s - cost_s
             if ahead_s > 0:
-                one.tenant.ahead_s += ahead_s
-                one.tenant.key.ahead_s += ahead_s
+                for share in one.tenant.line:
+                    share.ahead_s += ahead_s
 
 
 class TenantOrder(Iterator[P]):
@@ -310,12 +352,13 @@ class TenantOrder(Iterator[P]):
         self._skips: list[tuple[P, int]] = []
         self._blocked: list[_Tenant[P]] = []
         waiting = [t for t in pool.tenants.values() if len(t.pool) and _may_run(t.key, 0)]
-        waiting.sort(key=lambda t: (t.key.position_s, t.position_s))
-        self._left, self._rest = waiting[:_ASKED], waiting[_ASKED:]
         self._position_s: dict[_Share, float] = {}
         for tenant in waiting:
-            self._position_s[tenant] = tenant.position_s
-            self._position_s[tenant.key] = tenant.key.position_s
+            for share in tenant.line:
+                if share not in self._position_s:
+                    self._position_s[share] = share.position_s
+        waiting.sort(key=self._positions)
+        self._left, self._rest = waiting[:_ASKED], waiting[_ASKED:]
         self._num_taken: dict[_Key, int] = {}
 
     def __next__(self) -> P:
@@ -377,21 +420,23 @@ class TenantOrder(Iterator[P]):
             self._ahead_s(current, other) <= self._lag_s for other in self._left
         ):
             return current
-        position_s = self._position_s
-        return min(self._left, key=lambda t: (position_s[t.key], position_s[t]), default=None)
+        return min(self._left, key=self._positions, default=None)
+
+    def _positions(self, tenant: _Tenant[P]) -> list[float]:
+        return [self._position_s[share] for share in tenant.line]
 
     def _ahead_s(self, one: _Tenant[P], other: _Tenant[P]) -> float:
         """How much more virtual time one has used than the other, or their keys [s]."""
-        position_s = self._position_s
-        if one.key is other.key:
-            return position_s[one] - position_s[other]
-        return position_s[one.key] - position_s[other.key]
+        for mine, its in zip(one.line, other.line, strict=False):
+            if mine is not its:
+                return self._position_s[mine] - self._position_s[its]
+        return 0.0
 
     def _count(self, tenant: _Tenant[P]) -> None:
         """A request of it is next, or is admitted."""
         expected_s = self._pool.expected_s(tenant)
-        self._position_s[tenant] += expected_s / tenant.weight
-        self._position_s[tenant.key] += expected_s / tenant.key.weight
+        for share in tenant.line:
+            self._position_s[share] += expected_s / share.weight
         self._current = tenant
         self._num_taken[tenant.key] = num_taken = self._num_taken.get(tenant.key, 0) + 1
         if not _may_run(tenant.key, num_taken):

@@ -26,7 +26,8 @@ _PREFILL = ("num_prefills", "num_new", "num_cached", "double_pairs", "double_tai
 _DECODE = ("num_decodes", "decode_context")
 
 MOST_NAMES = 1000
-"""Tenants beyond are counted with their key: clients choose the names of tenants."""
+"""Beyond, those that have had no new request for longest are counted with their key: clients choose
+the names of tenants."""
 
 MOST_DEBTS = 1000
 """Pairs of keys; the oldest debt is forgotten first."""
@@ -41,15 +42,21 @@ def key_of(name: str) -> str:
 
 
 class Payer:
-    """A tenant's requests of one class, ``KEY/TENANT`` or ``KEY``, and what they cost [s]."""
+    """A tenant's requests of one class, ``KEY/TENANT`` or ``KEY``, and what they cost [s].
+    heir: what is charged to it from now on is charged to this one; None: to itself."""
 
-    __slots__ = ("device_s", "key", "name", "request_class")
+    __slots__ = ("device_s", "heir", "key", "name", "request_class")
 
     def __init__(self, name: str, request_class: RequestClass) -> None:
         self.name = name
         self.key = key_of(name)
         self.request_class = request_class
         self.device_s = 0.0
+        self.heir: Payer | None = None
+
+    def pay(self, seconds: float) -> None:
+        payer = self if self.heir is None else self.heir
+        payer.device_s += seconds
 
 
 class Charged(Protocol):
@@ -86,11 +93,21 @@ class Account:
 
     def payer(self, name: str, request_class: RequestClass) -> Payer:
         """The one of a tenant and a class."""
-        if (name, request_class) not in self.payers:
+        found = self.payers.pop((name, request_class), None)
+        if found is None:
+            found = Payer(name, request_class)
             if len(self.payers) >= MOST_NAMES and "/" in name:
-                return self.payer(key_of(name), request_class)
-            self.payers[name, request_class] = Payer(name, request_class)
-        return self.payers[name, request_class]
+                self._bequeath()
+        self.payers[name, request_class] = found  # the last one had the newest request
+        return found
+
+    def _bequeath(self) -> None:
+        """The key inherits from the tenant that has had no new request for longest."""
+        oldest = next((payer for payer in self.payers.values() if "/" in payer.name), None)
+        if oldest is not None:
+            del self.payers[oldest.name, oldest.request_class]
+            oldest.heir = self.payer(oldest.key, oldest.request_class)
+            oldest.heir.device_s += oldest.device_s
 
     def charge(self, requests: Sequence[Charged], shape: BatchShape, seconds: float) -> None:
         """An iteration took `seconds` of the device. requests: in the order of the shape, prefills
@@ -109,7 +126,7 @@ class Account:
             self._settle([request.payer.key for request in requests], shares)
         for request, share_s in zip(requests, shares.tolist(), strict=True):
             request.device_s += share_s
-            request.payer.device_s += share_s
+            request.payer.pay(share_s)
 
     # --- Cached prefixes ---
 

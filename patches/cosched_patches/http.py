@@ -192,7 +192,8 @@ async def classify(
     every field is checked against its bound before anything is tokenized. Some endpoints lose
     fields (``/v1/responses`` drops even ``priority``), and requests of a program around the engine
     enter here. SGLang answers many wrong values with 500, because Python raises another error than
-    ``ValueError``; here that becomes 400. With thousands of waiting requests SGLang checks less
+    ``ValueError``; here that becomes 400. What SGLang has made of a request counts against its
+    API key, whatever the body looked like. With thousands of waiting requests SGLang checks less
     often whether their clients are still connected."""
     has_answered = False
     try:
@@ -204,6 +205,11 @@ async def classify(
                 has_answered = True
                 front().hear(reply, request)
                 yield reply
+        front().ended(request)
+    except LimitError as error:
+        if getattr(obj, "stream", False):  # which may have begun: SGLang ends it with the error
+            raise ValueError(str(error)) from None
+        raise HTTPException(status_code=429, detail=str(error)) from None
     except RequestError as error:
         # The one type that every caller of this method answers with HTTP 400.
         raise ValueError(str(error)) from None

@@ -19,7 +19,7 @@ from sglang.srt.managers.scheduler import NextBatchPlan
 
 from cosched.config import load_config
 from cosched.core.request import RequestClass
-from cosched.core.wire import class_of_priority
+from cosched.core.wire import PARAMS_KEY, SERVER_KEY, class_of_priority
 from cosched.engine.attach import attach
 from cosched.engine.checks import check_received, scope_of
 from cosched.engine.guard import note_or_raise
@@ -122,6 +122,16 @@ def check_bounds(original: Any, scheduler: Any, recv_req: Any, *args: Any, **kwa
         refuse(scheduler, recv_req, str(error))
         return
     original(scheduler, recv_req, *args, **kwargs)
+
+
+def keep_owner(refusal: Any, coordinator: Any, req: Any, recv_req: Any) -> Any:
+    """A beam search keeps its targets and its owner. Stock gives it sampling parameters of its own,
+    the only ones that the scheduler makes: its cost would be nobody's."""
+    custom = recv_req.sampling_params.custom_params
+    if isinstance(custom, dict):
+        kept = {key: custom[key] for key in (PARAMS_KEY, SERVER_KEY) if key in custom}
+        req.sampling_params.custom_params = kept or None
+    return refusal
 
 
 def limit_online_queue(original: Any, scheduler: Any, recv_req: Any) -> bool:
@@ -409,6 +419,7 @@ def ignore_paused_pool(original: Any, scheduler: Any, *args: Any, **kwargs: Any)
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _BATCH = "sglang.srt.managers.schedule_batch.ScheduleBatch"
 _REQ = "sglang.srt.managers.schedule_batch.Req"
+_BEAMS = "sglang.srt.beam_search.coordinator.BeamCoordinator"
 _HANDLED = "self, recv_req, mm_input_error"
 _BUILT = "self, recv_req, mm_cleanup, mm_input_error"
 
@@ -419,6 +430,7 @@ SEAMS: tuple[Seam, ...] = (
     around(f"{_SCHEDULER}.handle_embedding_request", _HANDLED, receive),
     around(f"{_SCHEDULER}._handle_generate_request", _BUILT, check_bounds),
     around(f"{_SCHEDULER}._handle_embedding_request", _BUILT, check_bounds),
+    after(f"{_BEAMS}.validate_and_init", "self, req, recv_req", keep_owner),
     around(f"{_SCHEDULER}._abort_on_queued_limit", "self, recv_req", limit_online_queue),
     around(f"{_SCHEDULER}._prefetch_kvcache", "self, req, storage_hit_end", read_when_next),
     around(f"{_SCHEDULER}._poll_timeout_aborts", "self", time_out_online),
