@@ -25,10 +25,15 @@ from cosched.batch.rate import (
     octave,
     past_rate,
 )
+from cosched.core.shares import share_of, share_path
 from tests.batch.stand_in import Clock
 from tests.batch.test_store import batch_of
 
 RATE = Rate(tokens_per_s=100.0, spread=0.3, tokens_per_byte=0.25)
+
+
+NAMES = ["a/x", "a/y", "b/x", "/x", "/y"]
+ALONE = share_of(share_path(""), {})
 
 
 @st.composite
@@ -36,7 +41,7 @@ def loads(draw):
     return [
         Load(
             batch_id=str(n),
-            tenant=("", draw(st.sampled_from("abc"))),
+            share=share_of(share_path(draw(st.sampled_from(NAMES))), {}),
             due_s=draw(st.floats(1.0, 1e6)),
             num_tokens=draw(st.floats(0.0, 1e7)),
         )
@@ -68,6 +73,23 @@ def test_nothing_is_finished_before_what_is_at_the_scheduler(found, share):
         assert after.slack_s == before.slack_s and after.miss_chance >= before.miss_chance
 
 
+def paces(loads, tokens_per_s, level=0):
+    """Tokens per second of each batch, by the weights at each level of the share paths."""
+    if loads and level == len(loads[0].share.path):
+        late = sorted((load for load in loads if load.is_late), key=lambda load: load.due_s)
+        served = late[:1] or loads
+        return {load.batch_id: tokens_per_s / len(served) for load in served}
+    groups = {}
+    for load in loads:
+        groups.setdefault(load.share.path[level], []).append(load)
+    weights = {name: group[0].share.weights[level] for name, group in groups.items()}
+    found = {}
+    for name, group in groups.items():
+        part = tokens_per_s * weights[name] / sum(weights.values())
+        found |= paces(group, part, level + 1)
+    return found
+
+
 def step_by_step(loads, tokens_per_s):
     """The same from one end of a batch to the next."""
     left = {load.batch_id: load.num_tokens for load in loads}
@@ -76,17 +98,7 @@ def step_by_step(loads, tokens_per_s):
         for name in [name for name, tokens in left.items() if tokens <= 0]:
             finish[name] = now_s
             del left[name]
-        groups = {}
-        for load in loads:
-            if load.batch_id in left:
-                groups.setdefault(load.tenant, []).append(load)
-        weights = sum(group[0].weight for group in groups.values())
-        pace = {}
-        for group in groups.values():
-            late = sorted((load for load in group if load.is_late), key=lambda load: load.due_s)
-            served = late[:1] or group
-            for load in served:
-                pace[load.batch_id] = tokens_per_s * load.weight / weights / len(served)
+        pace = paces([load for load in loads if load.batch_id in left], tokens_per_s)
         if not pace:
             break
         first = min(pace, key=lambda name: left[name] / pace[name])
@@ -101,9 +113,9 @@ def step_by_step(loads, tokens_per_s):
 @given(found=loads(), data=st.data())
 def test_times_are_those_of_sharing_step_by_step(found, data):
     late = data.draw(st.lists(st.booleans(), min_size=len(found), max_size=len(found)))
-    weights = {name: data.draw(st.sampled_from([0.5, 1.0, 3.0])) for name in "abc"}
+    weights = {name: data.draw(st.sampled_from([0.5, 1.0, 3.0])) for name in ("a", "a/x", "x")}
     found = [
-        replace(load, is_late=is_late, weight=weights[load.tenant[1]])
+        replace(load, is_late=is_late, share=share_of(load.share.path, weights))
         for load, is_late in zip(found, late, strict=True)
     ]
     expected = step_by_step(found, 100.0)
@@ -115,7 +127,7 @@ def test_more_work_is_finished_later_and_missed_more(found, more):
     first, *others = found
     longer = Load(
         batch_id=first.batch_id,
-        tenant=first.tenant,
+        share=first.share,
         due_s=first.due_s,
         num_tokens=first.num_tokens + more,
     )
@@ -129,7 +141,7 @@ def test_more_work_is_finished_later_and_missed_more(found, more):
 @pytest.mark.parametrize("spread", [0.0, 0.5, 2.0])
 def test_a_batch_with_a_hundred_times_the_time_it_needs_is_not_at_risk(spread):
     rate = Rate(tokens_per_s=100.0, spread=spread, tokens_per_byte=1.0)
-    load = Load(batch_id="b", tenant=("", ""), due_s=3600.0, num_tokens=3400.0)
+    load = Load(batch_id="b", share=ALONE, due_s=3600.0, num_tokens=3400.0)
     told = forecasts([load], rate=rate, margin_s=600.0)["b"]
     assert told.finish_s == 34.0
     assert told.miss_chance < (0.001 if spread < 1 else 0.02)
@@ -140,7 +152,7 @@ def test_the_chance_to_miss_is_how_often_they_are_missed():
     spread, num_hours, runs = 0.4, 8, 2000
     for needed in (0.8, 0.9, 1.0):
         work = needed * num_hours * 3600 * 100
-        load = Load(batch_id="b", tenant=("", ""), due_s=num_hours * 3600.0, num_tokens=work)
+        load = Load(batch_id="b", share=ALONE, due_s=num_hours * 3600.0, num_tokens=work)
         rate = Rate(tokens_per_s=100.0, spread=spread, tokens_per_byte=1.0)
         told = forecasts([load], rate=rate, margin_s=0.0)["b"].miss_chance
         missed = sum(
@@ -263,7 +275,7 @@ def test_the_tail_is_the_longest_reply_and_shorter_the_longer_it_has_run():
 
 
 def test_a_batch_is_late_when_its_last_replies_take_longer_than_its_window_leaves():
-    load = Load(batch_id="b", tenant=("", ""), due_s=1000.0, num_tokens=3e4)
+    load = Load(batch_id="b", share=ALONE, due_s=1000.0, num_tokens=3e4)
     assert not forecasts([load], rate=RATE, margin_s=0.0)["b"].is_late
     told = forecasts(
         [replace(load, end_s=lambda finish_s: finish_s + 800)], rate=RATE, margin_s=0.0
@@ -274,7 +286,7 @@ def test_a_batch_is_late_when_its_last_replies_take_longer_than_its_window_leave
 def test_a_batch_ends_with_probability_nine_tenths_by_the_time_that_is_told():
     for spread in (0.05, 0.5, 3.0):
         rate = Rate(tokens_per_s=10.0, spread=spread, tokens_per_byte=1.0)
-        load = Load(batch_id="a", tenant=("", ""), due_s=1e6, num_tokens=1000.0)
+        load = Load(batch_id="a", share=ALONE, due_s=1e6, num_tokens=1000.0)
         found = forecasts([load], rate=rate, margin_s=0.0)["a"]
         assert found.finish_s == 100 < found.most_s
         due = forecasts([replace(load, due_s=found.most_s)], rate=rate, margin_s=0.0)["a"]

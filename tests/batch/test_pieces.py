@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import json
 import math
+from collections import Counter
 
 import httpx
 import pytest
@@ -19,18 +20,22 @@ from cosched.batch.ingest import CHUNK_BYTES, MAX_CHUNKS, prefix_key
 from cosched.batch.opening import check_store, lock_file, open_store
 from cosched.batch.service import InProcessTransport
 from cosched.config import Config
+from cosched.core.shares import share_of, share_path
 from cosched.engine.arguments import check_files
 from cosched.errors import ConfigError
 
 
 @st.composite
 def demands(draw):
-    weight = draw(st.sampled_from([0.5, 1.0, 3.0]))
+    weights = {
+        "a": draw(st.sampled_from([0.5, 1.0, 3.0])),
+        "a/x": draw(st.sampled_from([0.5, 1.0, 3.0])),
+    }
+    names = st.sampled_from(["a/x", "a/y", "b/x", "/x", "/y"])
     return [
         Demand(
             batch_id=str(n),
-            tenant=("", (tenant := draw(st.sampled_from("ab")))),
-            weight={"a": 1.0, "b": weight}[tenant],
+            share=share_of(share_path(draw(names), draw(st.sampled_from("op"))), weights),
             num_in_flight=draw(st.integers(0, 20)),
             num_waiting=draw(st.integers(0, 30)),
             due=draw(st.none() | st.integers(1, 9)),
@@ -40,29 +45,78 @@ def demands(draw):
 
 
 @given(found=demands(), num_free=st.integers(0, 60))
-def test_all_free_places_go_to_the_tenant_with_the_fewest_lines(found, num_free):
+def test_all_free_places_go_to_the_key_and_in_it_to_the_tenant_with_the_fewest_lines(
+    found, num_free
+):
     given_to = shares(found, num_free=num_free)
     assert sum(given_to.values()) == min(num_free, sum(one.num_waiting for one in found))
     load = {one.batch_id: one.num_in_flight + given_to.get(one.batch_id, 0) for one in found}
-    by_tenant = {}
+    sums = Counter()
     for one in found:
-        by_tenant[one.tenant] = by_tenant.get(one.tenant, 0) + load[one.batch_id]
+        for depth in range(1, len(one.share.path) + 1):
+            sums[one.share.path[:depth]] += load[one.batch_id]
     for one in found:
         assert given_to.get(one.batch_id, 0) <= one.num_waiting
         if given_to.get(one.batch_id, 0) == one.num_waiting:
             continue  # it wants no more
         # Whoever wants more has at least as much as others of its kind that were given some.
         for other in found:
-            if given_to.get(other.batch_id, 0):
-                if other.tenant == one.tenant:
-                    due, others = (x.due or math.inf for x in (one, other))
-                    assert others <= due, "a late one waits behind others"
-                    if others == due:
-                        assert load[one.batch_id] >= load[other.batch_id] - 1
-                assert (
-                    by_tenant[one.tenant] / one.weight
-                    >= (by_tenant[other.tenant] - 1) / other.weight - 1e-9
-                )
+            if not given_to.get(other.batch_id, 0):
+                continue
+            if other.share == one.share:
+                due, others = (x.due or math.inf for x in (one, other))
+                assert others <= due, "a late one waits behind others"
+                if others == due:
+                    assert load[one.batch_id] >= load[other.batch_id] - 1
+                continue
+            pairs = enumerate(zip(one.share.path, other.share.path, strict=False), start=1)
+            depth = next(depth for depth, (mine, its) in pairs if mine != its)
+            mine, its = (
+                (sums[x.share.path[:depth]], x.share.weights[depth - 1]) for x in (one, other)
+            )
+            assert mine[0] / mine[1] >= (its[0] - 1) / its[1] - 1e-9
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        # The weight of a key, however many tenants another one has, and whatever it calls them.
+        (["bob/x", *(f"acme/{n}" for n in range(40))], {"bob": 100, "acme": 20}),
+        (["bob/x", "acme/gold", "acme/bob"], {"bob": 100, "acme": 20}),
+        (["acme/nightly", "acme/x", "bob/x"], {"bob": 100, "acme/nightly": 15, "acme/x": 5}),
+        # Without names of keys there are tenants only.
+        (["/gold", "/x"], {"/gold": 80, "/x": 40}),
+    ],
+)
+def test_lines_are_taken_by_the_weights_of_keys_and_of_tenants_within_them(names, expected):
+    weights = {"bob": 5.0, "acme/nightly": 3.0, "gold": 2.0}
+    asked = [
+        Demand(
+            batch_id=name,
+            share=share_of(share_path(name), weights),
+            num_in_flight=0,
+            num_waiting=500,
+        )
+        for name in names
+    ]
+    given_to = shares(asked, num_free=120)
+    found = {
+        prefix: sum(num for name, num in given_to.items() if f"{name}/".startswith(f"{prefix}/"))
+        for prefix in expected
+    }
+    assert found == expected
+
+
+def test_made_up_keys_are_one_key_in_which_owners_share():
+    paths = [share_path("/x", f"owner{n % 4}") for n in range(40)] + [share_path("bob/x")]
+    asked = [
+        Demand(batch_id=str(n), share=share_of(path, {}), num_in_flight=0, num_waiting=500)
+        for n, path in enumerate([*paths, share_path("/many", "owner0")])
+    ]
+    given_to = shares(asked, num_free=160)
+    assert given_to["40"] == 80, "of the one with a name"
+    of_first = sum(given_to.get(str(n), 0) for n in (*range(0, 40, 4), 41))
+    assert of_first == 20, "whatever the number of its tenants"
 
 
 def chat(*texts):

@@ -1,10 +1,11 @@
-"""What one tenant may have: what is new is refused, what is there stays."""
+"""What one API key may have: what is new is refused, what is there stays."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import threading
+from dataclasses import replace
 
 import openai
 import pytest
@@ -28,21 +29,33 @@ def refusal(call):
 
 
 @pytest.mark.parametrize("stand_in", [{"quota": QuotaConfig(max_open_batches=2)}], indirect=True)
-def test_open_batches(api, stand_in):
+def test_open_batches_of_a_key_whatever_the_tenant(api, stand_in):
     stand_in.is_held = True
-    mine = [api.create(lines(3), metadata={"tenant": "gold"}) for _ in range(2)]
-    message, headers = refusal(lambda: api.create(lines(3), metadata={"tenant": "gold"}))
-    assert message == (
-        "tenant 'gold' has 2 batches that have not ended, and may have 2 "
-        "(batches.quota.max_open_batches)"
-    )
-    assert int(headers["retry-after"]) > 0
-    # Another tenant, and another key, have their own.
-    others = [api.create(lines(3)), Api(api.url, key="other").create(lines(3))]
+    mine = [api.create(lines(3), metadata={"tenant": f"t{n}"}) for n in range(2)]
+    for metadata in ({"tenant": "t2"}, None):
+        message, headers = refusal(lambda m=metadata: api.create(lines(3), metadata=m))
+        assert message == (
+            "this API key has 2 batches that have not ended, and may have 2 "
+            "(batches.quota.max_open_batches)"
+        )
+        assert int(headers["retry-after"]) > 0
+    Api(api.url, key="other").create(lines(3))  # has its own
     stand_in.is_held = False
-    for batch in [*mine, others[0]]:
+    for batch in mine:
         assert api.wait(batch).request_counts.completed == 3
-    assert api.wait(api.create(lines(3), metadata={"tenant": "gold"})).status == "completed"
+    assert api.wait(api.create(lines(3), metadata={"tenant": "t2"})).status == "completed"
+
+
+@pytest.mark.parametrize(
+    "quota", [QuotaConfig(max_open_batches=2), QuotaConfig(max_waiting_lines=2)]
+)
+def test_where_keys_are_not_kept_apart_each_tenant_has_its_own(database, clock, quota):
+    store = BatchStore(database, clock=clock, quota=quota)
+    for tenant in ("a", "b"):
+        for _ in range(2):
+            store.create(replace(asked(), owner="", tenant=tenant, num_lines=1))
+        with pytest.raises(ApiError, match=f"tenant '{tenant}' has 2 "):
+            store.create(replace(asked(), owner="", tenant=tenant, num_lines=1))
 
 
 @pytest.mark.parametrize("stand_in", [{"quota": QuotaConfig(max_waiting_lines=10)}], indirect=True)
@@ -60,7 +73,7 @@ def test_waiting_lines(api, stand_in):
         api.wait(first, "in_progress")
     second = api.create(lines(4))
     refusal(lambda: api.create(lines(1)))
-    refusal(lambda: api.create(lines(11), metadata={"tenant": "new"}))
+    refusal(lambda: api.create(lines(1), metadata={"tenant": "new"}))
     stand_in.is_held = False
     for batch, count in ((first, 6), (second, 4)):
         assert api.wait(batch).request_counts.completed == count

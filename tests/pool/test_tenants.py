@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cosched.core.shares import share_path
 from cosched.pool.prefix_pool import PoolConfig, PrefixPool
 from cosched.pool.tenants import MOST_TENANTS, TenantPool
 from tests.pool.prefixes import prefixed
@@ -21,8 +22,8 @@ def made(**options):
     return TenantPool(make_pool=lambda: PrefixPool(PoolConfig()), **{"lag_s": LAG_S, **options})
 
 
-def of_tenant(tenant, request):
-    vars(request).update(tenant=tenant, device_s=0.0)
+def of_tenant(tenant, request, owner=""):
+    vars(request).update(tenant=tenant, share_path=share_path(tenant, owner), device_s=0.0)
     return request
 
 
@@ -211,7 +212,7 @@ def test_every_request_is_in_one_pass_once_and_the_counts_return_to_nothing(seed
     rng = random.Random(seed)
     pool = made(weights={"a": 3.0, "b/x": 2.0})
     waiting, running = {}, []
-    names = ["a", "a/x", "b/x", "b/y", "", "/t"]
+    names = ["a", "a/x", "b/x", "b/y", "", "/t", *(f"b/{n}" for n in range(80))]
     for step in range(80):
         event = rng.random()
         if event < 0.5:
@@ -236,12 +237,69 @@ def test_every_request_is_in_one_pass_once_and_the_counts_return_to_nothing(seed
         pool.abort(rid)
     for request in running:
         pool.ended(1, 0.0, request.rid)
-    assert not any(s.num_active for s in (*pool.tenants.values(), *pool.keys.values()))
-    assert not any(key.num_running for key in pool.keys.values())
+    assert not any(s.num_active for s in (*pool.tenants.values(), *pool.shares.values()))
+    assert not any(tenant.key.num_running for tenant in pool.tenants.values())
 
 
-def test_tenants_that_clients_make_up_share_a_pool():
+def test_weights_are_of_keys_and_of_tenants_within_them():
+    """Also with many tenants, and with names that are those of another key or of a weight."""
+    pool = made(weights={"bob": 5.0, "gold": 10.0, "acme/nightly": 3.0})
+    names = ["acme/gold", "acme/bob", "acme/nightly", *(f"acme/z{n}" for n in range(20)), "bob/x"]
+    for name in names:
+        for _ in range(1200):
+            pool.add(line(name))
+    device = Device(pool, dict.fromkeys(names, 0.1))
+    while device.now_s < 90:
+        device.step()
+    assert device.used_s["bob/x"] == pytest.approx(75, abs=3)
+    assert device.used_s["acme/nightly"] == pytest.approx(15 * 3 / 25, abs=1.0)
+    assert device.used_s["acme/gold"] == pytest.approx(15 / 25, abs=0.6)
+
+
+def test_owners_without_a_name_share_what_one_key_gets():
     pool = made()
-    for i in range(3 * MOST_TENANTS):
-        pool.add(line(f"acme/{i}"))
+    for i in range(6000):
+        pool.add(of_tenant(f"/{i % 10}", prefixed((1,)), "many"))
+        pool.add(of_tenant("/one", prefixed((1,)), "few"))
+        pool.add(line("bob"))
+    device = Device(pool, {**{f"/{i}": 0.2 for i in range(10)}, "/one": 0.2, "bob": 0.2})
+    while device.now_s < 60:
+        device.step()
+    assert device.used_s["bob"] == pytest.approx(30, abs=3)
+    assert device.used_s["/one"] == pytest.approx(15, abs=3)
+
+
+def test_tenants_that_clients_make_up_share_a_pool_until_others_are_idle():
+    pool = made()
+    made_up = [line(f"acme/{i}") for i in range(3 * MOST_TENANTS)]
+    for request in made_up:
+        pool.add(request)
     assert len(pool.tenants) <= MOST_TENANTS + 1 and len(list(pool.order())) == 3 * MOST_TENANTS
+    for request in made_up:
+        pool.abort(request.rid)
+    pool.advance(1.0)
+    pool.add(line("bob/late"))
+    assert ("bob", "late") in pool.tenants, "it has a pool of its own"
+    assert len(pool.tenants) <= MOST_TENANTS + 1
+    pool.advance(1e6)
+    pool.add(line("acme/new"))
+    assert pool.tenants.keys() == {("bob", "late"), ("acme", "new")}, "idle ones are forgotten"
+    assert len(list(pool.order())) == 2
+
+
+def test_a_tenant_that_is_forgotten_does_not_get_back_what_its_key_has_used():
+    """Changing the name gets nobody more."""
+    pool = made()
+    for _ in range(2000):
+        pool.add(line("modest"))
+    device = Device(pool, {"modest": 0.1})
+    names = itertools.count()
+    while device.now_s < 60:
+        if len(pool) - sum(r.tenant == "modest" for r in device.running) < 2400:
+            name = f"greedy/{next(names)}"
+            device.cost_s[name], device.used_s[name] = 0.1, 0.0
+            for _ in range(4):
+                pool.add(line(name))
+        device.step()
+    assert next(names) > 2 * MOST_TENANTS
+    assert device.used_s["modest"] == pytest.approx(30, abs=3)

@@ -94,11 +94,19 @@ def test_long_contexts_cost_more():
 
 
 def test_tenants_that_clients_make_up_do_not_fill_the_memory():
+    """Those without a new request for longest are counted with their key, which loses nothing."""
     account = Account(cold_start_s)
+    payers = []
     for i in range(3 * MOST_NAMES):
-        account.payer(f"acme/{i}", RequestClass.OFFLINE).device_s += 1.0
+        payers.append(account.payer(f"acme/{i}", RequestClass.OFFLINE))
+        payers[-1].pay(1.0)
+        account.payer("bob/kept", RequestClass.OFFLINE).pay(1.0)
+    payers[0].pay(5.0)  # of a request that still runs
     assert len(account.payers) <= MOST_NAMES + 1
-    assert sum(account.by_class()["offline"].values()) == 3 * MOST_NAMES
+    found = account.by_class()["offline"]
+    assert found["acme"] == 2 * MOST_NAMES + 6 and found[f"acme/{3 * MOST_NAMES - 1}"] == 1.0
+    assert found["bob/kept"] == 3 * MOST_NAMES
+    assert sum(found.values()) == 6 * MOST_NAMES + 5
 
 
 # --- Cached prefixes ---
