@@ -217,7 +217,9 @@ def test_prompts_are_cut_where_the_engine_aligns_them(make_engine, policy, prior
 def test_beams_are_never_preempted_or_paused(make_engine, overlap):
     engine = make_engine(policy="sarathi", overlap=overlap, max_running_requests=6)
     hold_at_random(engine, seed=1)
-    fields = {"priority": OFFLINE, "stream": False, "params": {"beam_width": 3, "n": 1}}
+    custom = {"cosched_server": {"name": "acme/x"}, "cosched": {"deadline_s": 500}}
+    params = {"beam_width": 3, "n": 1, "custom_params": custom}
+    fields = {"priority": OFFLINE, "stream": False, "params": params}
     submit(engine, "beam", prompt(1, 60), max_new_tokens=60, **fields)
     engine.submit("off", prompt(2, 100), max_new_tokens=60, priority=OFFLINE)
 
@@ -229,6 +231,8 @@ def test_beams_are_never_preempted_or_paused(make_engine, overlap):
     engine.run_until_idle(on_iteration=act, max_iterations=600)
     assert engine.replies["beam"].finish_reason == "length"
     assert_drained(engine)
+    costs = engine.scheduler.cosched.waiting.account.by_class()
+    assert costs["offline"]["acme/x"] > 0, "SGLang gives beams sampling parameters of their own"
 
 
 @pytest.mark.parametrize(("policy", "seed"), [("sarathi", 2), ("hygen", 1)])

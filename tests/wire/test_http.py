@@ -10,10 +10,13 @@ import contextlib
 import hashlib
 import itertools
 import json
+from functools import partial
 from types import SimpleNamespace
 
 import httpx
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import cosched.bootstrap
 from cosched.batch.service import InProcessTransport
@@ -524,6 +527,137 @@ class TestClaims:
         claiming(keys={"*": {"max_online": 0}})
         assert front.post(CHAT).status_code == 429
         assert front.post("/tokenize", {"prompt": "a"}).status_code != 429
+
+    @settings(
+        max_examples=40,
+        deadline=None,
+        suppress_health_check=[HealthCheck.function_scoped_fixture],
+    )
+    @given(data=st.data())
+    def test_equal_spellings_count_as_what_goes_to_the_scheduler(self, front, claiming, data):
+        path = data.draw(st.sampled_from([CHAT, COMPLETIONS, GENERATE, EMBEDDINGS]))
+        num_prompts = 1 if path == CHAT else data.draw(st.integers(1, 3))
+        num_samples = 1 if path == EMBEDDINGS else data.draw(st.integers(1, 3))
+        tokens = data.draw(st.booleans())
+        prompts = [[5, 6]] * num_prompts if tokens else ["a"] * num_prompts
+        one = num_prompts == 1 and data.draw(st.booleans())
+        prompt = prompts[0] if one else prompts
+        spelled = data.draw(st.sampled_from([int, float, str]))
+        limit = num_prompts * num_samples - data.draw(st.integers(0, 1))
+        claiming(keys={"secret": {"max_online": limit}})
+        if path == GENERATE:
+            params = {"n": num_samples, "max_new_tokens": 2}
+            if not one and data.draw(st.booleans()):
+                params = [params] * num_prompts
+            # SGLang itself takes only whole numbers here.
+            name = "input_ids" if tokens else "text"
+            body = {"text": None, name: prompt, "sampling_params": params}
+        elif path == EMBEDDINGS:
+            body = {"input": prompt}
+        else:
+            body = {"n": spelled(num_samples)} | ({} if path == CHAT else {"prompt": prompt})
+        stream = {} if path == EMBEDDINGS else {"stream": data.draw(st.booleans())}
+        response = post(front, path, body=body, headers=self.KEY, **stream)
+        if limit < num_prompts * num_samples:
+            assert response.status_code == 429 and not front.sent, response.text
+            return
+        assert response.status_code == 200, response.text
+        # With several samples each prompt goes first, for its prefix.
+        num_first = num_prompts if num_samples > 1 else 0
+        num_sent = sum(len(getattr(each, "batch", [each])) for each in front.sent)
+        assert num_sent == num_first + num_prompts * num_samples
+        assert post(front, path, body=body, headers=self.KEY, **stream).status_code == 200
+
+    def test_what_sglang_makes_of_a_request_counts_whatever_its_body_looks_like(
+        self, front, claiming, monkeypatch
+    ):
+        monkeypatch.setattr("cosched.engine.front.asked", lambda route, body: 1)
+        claiming(keys={"secret": {"max_online": 2}})
+        for _ in range(2):
+            for path, fields in ((COMPLETIONS, {"prompt": ["a"] * 3}), (CHAT, {"n": 3})):
+                response = front.post(path, headers=self.KEY, **fields)
+                assert (response.status_code, front.sent) == (429, [])
+                assert response.headers["retry-after"] == "1"
+                response = front.post(path, headers=self.KEY, stream=True, **fields)
+                assert (response.status_code, front.sent) == (400, []), "a stream may have begun"
+            assert front.post(COMPLETIONS, headers=self.KEY, prompt=["a"] * 2).status_code == 200
+
+    @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, GENERATE, MESSAGES, RESPONSES])
+    def test_a_stream_frees_its_place_before_its_last_byte(
+        self, front, claiming, monkeypatch, path
+    ):
+        """SGLang waits for two seconds after a stream, in the background."""
+        from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+        create = partial(TokenizerManager.create_abort_task, front.manager)
+        monkeypatch.setattr(front.manager, "create_abort_task", create)
+        claiming(keys={"secret": {"max_online": 1}})
+        content = json.dumps({**MINIMAL[path], "stream": True}).encode()
+
+        async def ask():
+            """Status, and the task that goes on after the last byte."""
+            status, is_over = None, asyncio.Event()
+            messages = [{"type": "http.request", "body": content, "more_body": False}]
+
+            async def receive():
+                if not messages:
+                    await asyncio.Event().wait()
+                return messages.pop()
+
+            async def send(message):
+                nonlocal status
+                status = message.get("status", status)
+                if message["type"] == "http.response.body" and not message.get("more_body"):
+                    is_over.set()
+
+            headers = [(b"authorization", b"Bearer secret"), (b"content-type", b"application/json")]
+            scope = {
+                "type": "http",
+                "method": "POST",
+                "path": path,
+                "query_string": b"",
+                "headers": headers,
+                "http_version": "1.1",
+                "scheme": "http",
+                "server": ("front", 80),
+                "client": ("client", 1),
+                "state": {},
+            }
+            task = asyncio.create_task(front.app(scope, receive, send))
+            async with asyncio.timeout(20):
+                await is_over.wait()
+            return status, task
+
+        async def one_after_another():
+            replies = [await ask() for _ in range(3)]
+            still_there = [not task.done() for _, task in replies]
+            for _, task in replies:
+                task.cancel()
+            await asyncio.gather(*(task for _, task in replies), return_exceptions=True)
+            return [status for status, _ in replies], still_there
+
+        statuses, still_there = asyncio.run(one_after_another())
+        assert statuses == [200] * 3
+        if path in (CHAT, COMPLETIONS, GENERATE):
+            assert all(still_there), "the wait was not there"
+
+    @pytest.mark.parametrize("ignore", [[], ["body_targets"]])
+    @pytest.mark.parametrize("own", [{}, {"cosched": "no object"}, {"cosched": {"deadline_s": 5}}])
+    def test_what_a_client_says_in_the_name_of_the_server_is_removed(
+        self, front, claiming, ignore, own
+    ):
+        claiming(ignore=ignore)
+        custom = {**own, "cosched_server": {"name": "rich"}, "mine": 1}
+        for path in (CHAT, GENERATE):
+            nested = {"sampling_params": {"custom_params": custom}}
+            body = nested if path == GENERATE else {"custom_params": custom}
+            response = front.post(path, body)
+            if not ignore and own.get("cosched") == "no object":
+                refused(response, "custom_params.cosched: must be an object")
+                continue
+            assert response.status_code == 200, response.text
+            expected = {"mine": 1} | ({} if ignore else own)
+            assert front.sent[0].sampling_params.custom_params == expected
 
 
 WRONG_FOR_SGLANG = [

@@ -63,6 +63,21 @@ def test_a_key_gets_the_tier_it_may_claim():
     assert granted({"service_tier": "priority"}, key="other") == ("priority", 10)
 
 
+@pytest.mark.parametrize(
+    ("tiers", "expected"), [(None, ("default", 5)), (["priority"], ("priority", 10))]
+)
+def test_whom_the_operator_does_not_know_gets_no_tier_above_the_default_one(tiers, expected):
+    """Unless the entry ``*`` names it; a key of its own may have all where it names none."""
+    other = {} if tiers is None else {"tiers": tiers}
+    front = Front(config(claims={"keys": {"*": other, "known": {}}}))
+    for body in ({"service_tier": "priority"}, {"priority": 10}):
+        for key in (None, "made up"):
+            assert granted(body, key=key, front=front) == expected
+        assert granted(body, key="known", front=front) == ("priority", 10)
+    if tiers is None:
+        assert granted({"service_tier": "slow"}, front=front) == ("slow", 0)
+
+
 def test_a_service_tier_and_a_priority_that_contradict_each_other_are_refused():
     with pytest.raises(RequestError, match="'slow' is not the tier of priority 10"):
         granted({"service_tier": "slow", "priority": 10})
