@@ -23,10 +23,10 @@ def _check(name: str, value: float | None, *, at_least: int | None = None) -> No
 
 
 class QuotaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Limits per tenant; new files and batches beyond them are refused with HTTP 429.
+    """Limits per API key; new files and batches beyond them are refused with HTTP 429.
 
-    max_open_batches   most batches that have not ended, of one ``metadata.tenant`` of an API key;
-                       absent: no limit
+    max_open_batches   most batches that have not ended, of an API key; where the server does not
+                       isolate keys, of one ``metadata.tenant``; absent: no limit
     max_waiting_lines  most lines without a result in those batches; absent: no limit
     max_stored_mb      most that the files of an API key may have together, results included [MB of
                        1,000,000 bytes]; results are never refused; absent: no limit
@@ -63,9 +63,10 @@ class BatchesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     low_watermark   lines left at which more are taken from the store, a page at a time
     late_margin_s   a batch is late if its expected end leaves less than this of its window: it goes
                     before others [s]; not above pool.deadline_margin_s
-    tenant_weights  `metadata.tenant`, KEY/TENANT or the name of an API key's owner -> its share of
-                    offline device time (docs/offline_pool.md); others have 1
-    quota           limits per tenant
+    tenant_weights  the name of an API key's owner -> its share of offline device time; KEY/TENANT,
+                    where TENANT is a `metadata.tenant`, -> its share of what the key gets; TENANT:
+                    of what keys without a name get (docs/offline_pool.md); others have 1
+    quota           limits per API key
     owners          a name -> API keys that share files and batches, in clear text or as ``sha256:``
                     and the hex digest. They are kept under the first key: add a new key at the end,
                     and keep the first one even when it is no longer valid

@@ -53,7 +53,6 @@ _MIN_DEADLINE_S = 1.0
 _BEATS_PER_LEASE = 3
 _MAX_AHEAD = 512
 _PAST_BATCHES = 8
-_USAGE = ("cached_tokens", "reasoning_tokens", "device_s")
 _WITH_LINES = (Status.VALIDATING, Status.IN_PROGRESS)
 _SHARES_AHEAD = 4
 """On a shared store a server sets aside a quarter of its part of what is left: all end together."""
@@ -402,18 +401,14 @@ class Feeder:
         return forecast is not None and forecast.is_late
 
     def _deadline_s(self, batch: Batch) -> float:
-        """The deadline of a line that is sent now, from now on [s]: the time of the lines in
-        flight, and the slack that the lines behind it leave. For a late batch it is short enough
-        for the scheduler to prefer the line to other offline work."""
+        """The deadline of a line that is sent now, from now on [s]."""
         left_s = max(batch.expires_at - self._store.now(), _MIN_DEADLINE_S)
         forecast = self._forecasts.get(batch.id)
         if forecast is None:
             return left_s
         num_left = max(batch.num_left, 1)
         ahead = min(self._config.high_watermark * self.num_servers, num_left) / num_left
-        deadline_s = ahead * forecast.work_s + max(forecast.slack_s, 0.0)
-        if forecast.is_late:
-            deadline_s = min(deadline_s, self._config.late_margin_s)
+        deadline_s = forecast.line_deadline_s(ahead, margin_s=self._config.late_margin_s)
         return min(max(deadline_s, _MIN_DEADLINE_S), left_s)
 
     def _take(self, batch: Batch, limit: int, max_bytes: int) -> list[RequestLine | BadLine]:
@@ -452,10 +447,7 @@ class Feeder:
             assert isinstance(line, RequestLine)
             ended = Ended(outcome.prompt_tokens, outcome.completion_tokens)
             self._meter.finished(ended, num_bytes=len(line.body))
-            usage = {name: getattr(outcome, name) for name in _USAGE} | {
-                "input_tokens": outcome.prompt_tokens,
-                "output_tokens": outcome.completion_tokens,
-            }
+            usage = outcome.usage()
         record = records_of(batch.id).record(line, outcome)
         self._finished.append(
             Finished(

@@ -265,6 +265,13 @@ class Forecast:
     work_s: float
     miss_chance: float
 
+    def line_deadline_s(self, ahead: float, *, margin_s: float) -> float:
+        """How long a line may take [s] with that part of the batch ahead of it: the time of the
+        part, and the slack that the lines behind it leave. For a late batch it is short enough for
+        the scheduler to prefer the line to other offline work."""
+        deadline_s = ahead * self.work_s + max(self.slack_s, 0.0)
+        return min(deadline_s, margin_s) if self.is_late else deadline_s
+
 
 class OutlookState(StrEnum):
     """MEASURED: there is a forecast. ESTIMATING: no rate is known, because too few lines of the

@@ -50,6 +50,16 @@ class Answer:
     reasoning_tokens: int = 0
     device_s: float = 0.0
 
+    def usage(self) -> dict[str, Any]:
+        """In the words of the store (`cosched.batch.data.Finished`)."""
+        return {
+            "input_tokens": self.prompt_tokens,
+            "output_tokens": self.completion_tokens,
+            "cached_tokens": self.cached_tokens,
+            "reasoning_tokens": self.reasoning_tokens,
+            "device_s": self.device_s,
+        }
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
