@@ -183,7 +183,7 @@ class Measure(JsonOption):
                 flags=engine_flags(spec),
                 cost_model=cost_model,
                 prefix_reads=PrefixReads(spec.cost.prefix_reads),
-                window_tokens=spec.machine.window_tokens,
+                window=spec.machine.window,
             ) as engine,
         ):
             yield engine.local, identity_of(spec), cost_model.graph_sizes

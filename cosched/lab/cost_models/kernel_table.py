@@ -33,6 +33,11 @@ BANDWIDTH_RATIO = 0.8
 """Share of the peak memory bandwidth that elementwise kernels reach (aiconfigurator's
 `mem_bw_empirical_scaling_factor`)."""
 
+_TABLE_BYTES = 2  # of a value in the tables: bfloat16
+
+_EXPERT_POINTS = 80
+"""Numbers of tokens at which products of experts are computed; straight lines between."""
+
 ELEMENTWISE_KERNELS = 4  # per layer: two norms, rotary embedding with the KV write, activation
 
 SAMPLER_FLOOR_S = 25e-6
@@ -82,6 +87,11 @@ class KernelTableModel(GpuModel):
         self.graph_sizes: GraphSizes | None = None
         self._mixed_decode_factor = mixed_decode_factor
         self._paths = paths = find_tables(data_dir, gpu.tables)
+        if model.latent is not None:
+            raise ConfigError(
+                f"{model.name} has latent attention, of which there is no table; choose "
+                "--cost-model roofline"
+            )
         heads = (*model.heads_per_gpu(tp), model.head_dim)
 
         def cells(kind: str) -> Cells:
@@ -115,16 +125,36 @@ class KernelTableModel(GpuModel):
     ) -> FloatArray:
         """All layers without attention, by number of tokens [s]."""
         model, gpu, tp = self.model, self.gpu, self.tp
-        layer = np.zeros_like(tokens)
-        for gemm in model.layer_gemms(tp):
-            layer += self._gemm(gemm, tokens, gemms)
+        total = np.zeros_like(tokens)
+        for kind in model.layers(tp):
+            for gemm in kind.gemms:
+                total += kind.num_layers * self._gemm(gemm, tokens, gemms)
+            for gemm in kind.experts:
+                total += kind.num_layers * self._experts(gemm, tokens, gemms)
         traffic_s = model.elementwise_bytes_per_token(tp) / (
             gpu.bandwidth_bytes_per_s * BANDWIDTH_RATIO
         )
-        layer += np.maximum(ELEMENTWISE_KERNELS * KERNEL_FLOOR_S, tokens * traffic_s)
+        layer = np.maximum(ELEMENTWISE_KERNELS * KERNEL_FLOOR_S, tokens * traffic_s)
         if allreduces is not None:
             layer += 2 * allreduces.seconds(tp, tokens * model.hidden)
-        return layer * model.num_layers
+        total += layer * model.num_layers
+        return total
+
+    def _experts(self, gemm: Gemm, tokens: FloatArray, gemms: GemmTable) -> FloatArray:
+        """One product of all experts that `tokens` go through, by number of tokens [s]: that of one
+        matrix as wide as these experts together, with the tokens that each of them has. It reads
+        the same weights and does the same work; there is no table of grouped products."""
+        experts = self.model.experts
+        assert experts is not None
+        sizes = np.unique(np.geomspace(1, max(tokens[-1], 1), _EXPERT_POINTS).round())
+        seconds = []
+        for size in sizes.tolist():
+            num_read = experts.distinct(size)
+            wide = gemm._replace(n=round(num_read * gemm.n))
+            rows = np.array([experts.per_token * size / num_read])
+            seconds.append(float(self._gemm(wide, rows, gemms)[0]))
+        of_all: FloatArray = np.interp(tokens, sizes, np.maximum.accumulate(np.array(seconds)))
+        return of_all
 
     def _head(self, sequences: FloatArray, gemms: GemmTable) -> FloatArray:
         """lm_head and sampler, by number of sequences [s]."""
@@ -134,13 +164,16 @@ class KernelTableModel(GpuModel):
 
     def _gemm(self, gemm: Gemm, ms: FloatArray, gemms: GemmTable) -> FloatArray:
         seconds = gemms.seconds(gemm.n, gemm.k, np.maximum(ms, 1.0))
-        if self.gpu.slower_memory == 1:
+        if self.gpu.slower_memory == 1 and gemm.weight_bytes == _TABLE_BYTES:
             return seconds
-        # The tables' GPU has faster memory: what is bound by memory there takes longer here.
+        # What is bound by memory takes longer here than there if the tables' GPU has faster memory,
+        # and less long if the weights are quantized. Quantized weights are computed as bfloat16.
         flops_s = 2 * ms * gemm.n * gemm.k / self.gpu.flops_per_s
-        bytes_ = self.model.dtype_bytes * (ms * gemm.n + gemm.n * gemm.k + ms * gemm.k)
-        here_s = np.maximum(flops_s, bytes_ / self.gpu.bandwidth_bytes_per_s)
-        there_s = np.maximum(flops_s, bytes_ / self.gpu.tables_bandwidth)
+        beside = _TABLE_BYTES * ms * (gemm.n + gemm.k)
+        here = beside + gemm.weight_bytes * gemm.n * gemm.k
+        there = beside + _TABLE_BYTES * gemm.n * gemm.k
+        here_s = np.maximum(flops_s, here / self.gpu.bandwidth_bytes_per_s)
+        there_s = np.maximum(flops_s, there / self.gpu.tables_bandwidth)
         return seconds * here_s / there_s
 
     def iteration_s(self, batch: BatchShape) -> float:

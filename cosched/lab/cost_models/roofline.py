@@ -6,7 +6,10 @@ from dataclasses import asdict, dataclass
 
 from cosched.core.batch import BatchShape
 from cosched.lab.cost_models.base import OVERLAPPED, CpuOverhead, GpuModel, PrefixReads
-from cosched.lab.cost_models.specs import GpuSpec, ModelSpec
+from cosched.lab.cost_models.specs import Gemm, GpuSpec, ModelSpec
+
+_Terms = tuple[float, float, float]
+"""Of a matrix product: compute per row, reading the weights, memory per row [s]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,19 +57,23 @@ class RooflineModel(GpuModel):
         self.efficiency = e = Efficiency()
         bandwidth, flops = gpu.bandwidth_bytes_per_s, gpu.flops_per_s
 
-        def gemm_terms(n: int, k: int) -> tuple[float, float, float]:
-            """(compute per token, memory, memory per token) [s]."""
-            per_byte = model.dtype_bytes / (bandwidth * e.gemm_bandwidth)
-            return 2 * n * k / (flops * e.gemm_flops), n * k * per_byte, (n + k) * per_byte
+        def gemm_terms(gemm: Gemm) -> _Terms:
+            n, k = gemm.n, gemm.k
+            per_byte = 1 / (bandwidth * e.gemm_bandwidth)
+            compute = 2 * n * k / (flops * e.gemm_flops)
+            per_token = (n + k) * model.dtype_bytes * per_byte
+            return compute, n * k * gemm.weight_bytes * per_byte, per_token
 
-        self._layer = [gemm_terms(gemm.n, gemm.k) for gemm in model.layer_gemms(tp)]
-        head = model.lm_head(tp)
-        self._head = gemm_terms(head.n, head.k)
+        self._layers = [
+            (kind.num_layers, [*map(gemm_terms, kind.gemms)], [*map(gemm_terms, kind.experts)])
+            for kind in model.layers(tp)
+        ]
+        self._head = gemm_terms(model.lm_head(tp))
         self._elementwise = model.elementwise_bytes_per_token(tp) / (
             bandwidth * e.elementwise_bandwidth
         )
-        heads, _ = model.heads_per_gpu(tp)
-        self._pair = 4 * heads * model.head_dim / (flops * e.attention_flops)
+        per_flop = 1 / (flops * e.attention_flops)
+        self._pair, self._decode_pair = (one * per_flop for one in model.pair_flops(tp))
         # One layer's share of the KV of a token.
         kv_bytes = model.kv_bytes_per_token(tp) / model.num_layers
         self._kv = kv_bytes / (bandwidth * e.attention_bandwidth)
@@ -87,19 +94,37 @@ class RooflineModel(GpuModel):
         tokens = num_new + len(decodes)
         sequences = len(prefills) + len(decodes)
         layer = max(self._elementwise * tokens, e.elementwise_floor_s)
-        for compute, memory, memory_per_token in self._layer:
-            layer += max(compute * tokens, memory + memory_per_token * tokens, e.gemm_floor_s)
         num_read = sum(decodes)
-        layer += max(pairs * self._pair, num_keys * self._kv) + self.prefix_reads.attention_s(
+        reading_s = self.prefix_reads.attention_s(
             num_read * self._kv, (num_read - batch.num_repeated) * self._kv
         )
+        layer += max(pairs * self._pair, num_keys * self._kv)
+        layer += max(reading_s, num_read * self._decode_pair)
         layer += e.attention_floor_s
         if self.tp > 1:
             layer += 2 * (e.allreduce_floor_s + self._allreduce * tokens)
         compute, memory, memory_per_token = self._head
         head = max(compute * sequences, memory + memory_per_token * sequences)
         overhead = self.overhead.fixed_s + self.overhead.per_sequence_s * sequences
-        return layer * self.model.num_layers + head + e.sampler_floor_s + overhead
+        total = layer * self.model.num_layers + self._gemms_s(tokens)
+        return total + head + e.sampler_floor_s + overhead
+
+    def _gemms_s(self, tokens: int) -> float:
+        """Matrix products of all layers [s]. An expert's weights are read once for all its
+        tokens."""
+        floor_s, experts = self.efficiency.gemm_floor_s, self.model.experts
+        total = 0.0
+        for num_layers, gemms, of_expert in self._layers:
+            layer = 0.0
+            for compute, memory, per_token in gemms:
+                layer += max(compute * tokens, memory + per_token * tokens, floor_s)
+            if experts is not None:
+                num_read = experts.distinct(tokens)
+                rows = experts.per_token * tokens
+                for compute, memory, per_token in of_expert:
+                    layer += max(compute * rows, memory * num_read + per_token * rows, floor_s)
+            total += num_layers * layer
+        return total
 
     def describe(self) -> dict[str, object]:
         return super().describe() | {"efficiency": asdict(self.efficiency)}

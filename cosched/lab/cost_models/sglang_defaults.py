@@ -19,6 +19,11 @@ RUNTIME_BYTES = int(0.85 * 2**30)
 loads weights (server log in SGLang's documentation)."""
 
 
+WINDOW_POOL_RATIO = 0.8
+"""SGLang's --swa-full-tokens-ratio: tokens of the KV pool of sliding windows, by those of the other
+one."""
+
+
 def default_graph_sizes(gpu: GpuSpec, tp: int) -> GraphSizes:
     """All of them."""
     return GraphSizes(
@@ -112,7 +117,10 @@ def kv_capacity_tokens(
         raise ConfigError(f"page_size is {page_size}; it must be at least 1")
     model.check_tp(tp)
     pool_bytes = (gpu.memory_bytes - RUNTIME_BYTES) * mem_fraction - model.weight_bytes(tp)
-    num_tokens = int(pool_bytes // model.kv_bytes_per_token(tp)) // page_size * page_size
+    # SGLang's second pool, of layers with sliding windows, holds fewer tokens.
+    in_pools = 1 - (1 - WINDOW_POOL_RATIO) * model.window_layers / model.num_layers
+    num_tokens = int(pool_bytes // (model.kv_bytes_per_token(tp) * in_pools))
+    num_tokens = num_tokens // page_size * page_size
     if num_tokens <= 0:
         raise ConfigError(
             f"{model.name} leaves no room for KV cache on {tp} x {gpu.name}: "

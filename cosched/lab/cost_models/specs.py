@@ -10,21 +10,83 @@ from cosched.errors import ConfigError, choices
 
 
 class Gemm(NamedTuple):
-    """C[m, n] = A[m, k] B[k, n] on one GPU; m is the number of tokens of the iteration."""
+    """C[m, n] = A[m, k] B[k, n] on one GPU; m is the number of tokens of the iteration.
+
+    weight_bytes  of a value of B
+    """
 
     name: str
     n: int
     k: int
+    weight_bytes: float = 2.0
+
+
+class LayerKind(NamedTuple):
+    """Layers with the same matrix products, on one GPU.
+
+    experts  those of one expert; each token goes through some of all
+    """
+
+    num_layers: int
+    gemms: tuple[Gemm, ...]
+    experts: tuple[Gemm, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """A mixture of experts in place of the MLP.
+
+    number        experts of a layer
+    per_token     experts that a token goes through
+    intermediate  width of one expert
+    shared        width of the experts that every token goes through, together
+    dense_layers  layers that have the MLP instead
+    weight_bytes  of a value of the experts' weights
+    """
+
+    number: int
+    per_token: int
+    intermediate: int
+    shared: int = 0
+    dense_layers: int = 0
+    weight_bytes: float = 2.0
+
+    def distinct(self, num_tokens: float) -> float:
+        """Expected number of experts that `num_tokens` tokens read, if each token chooses evenly
+        and on its own: number * (1 - (1 - per_token / number) ** num_tokens)."""
+        missed: float = (1 - self.per_token / self.number) ** num_tokens
+        return self.number * (1 - missed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek): the KV cache holds one latent vector per token, the
+    same for all heads and on every GPU.
+
+    rank, rope     width of the latent vector, and of the rotated part of the key beside it
+    nope, value    width of the other part of a head's key, and of its value
+    query_rank     width between the two query projections; 0: there is one
+    """
+
+    rank: int
+    rope: int
+    nope: int
+    value: int
+    query_rank: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A dense decoder-only transformer, with the values of its config.json.
+    """A decoder-only transformer, with the values of its config.json.
 
     intermediate     width of the MLP (of one of the two input projections if it is gated)
     gated_mlp        gate and up projection, as in Llama; False: one input projection, as in OPT
     tied_embeddings  lm_head is the embedding and counted once
-    dtype_bytes      of weights, activations and KV cache
+    dtype_bytes      of activations, KV cache, embedding and lm_head
+    weight_bytes     of a value of the other weights
+    experts          None: every layer has the MLP
+    latent           None: keys and values of `num_kv_heads` heads are cached
+    window_tokens    size of the sliding windows of `window_layers` layers [tokens]
     """
 
     name: str
@@ -38,42 +100,114 @@ class ModelSpec:
     gated_mlp: bool = True
     tied_embeddings: bool = False
     dtype_bytes: int = 2
+    weight_bytes_per_value: float = 2.0
+    experts: Experts | None = None
+    latent: LatentAttention | None = None
+    window_tokens: int = 0
+    window_layers: int = 0
 
     def check_tp(self, tp: int) -> None:
         """ConfigError when the model cannot be split over `tp` GPUs."""
-        if tp < 1 or self.num_heads % tp or self.intermediate % tp:
+        experts = self.experts
+        widths = [self.intermediate] if experts is None or experts.dense_layers else []
+        if experts is not None:
+            widths += [width for width in (experts.intermediate, experts.shared) if width]
+        if tp < 1 or self.num_heads % tp or any(width % tp for width in widths):
+            shown = " and ".join(map(str, widths))
             raise ConfigError(
                 f"tp is {tp}, but {self.name} has {self.num_heads} heads and MLP width "
-                f"{self.intermediate}: tp must divide both"
+                f"{shown}: tp must divide {'both' if len(widths) == 1 else 'all'}"
             )
 
     def heads_per_gpu(self, tp: int) -> tuple[int, int]:
         """(query heads, KV heads) on each GPU. KV heads are repeated when tp exceeds them."""
         return self.num_heads // tp, max(1, self.num_kv_heads // tp)
 
-    def layer_gemms(self, tp: int) -> tuple[Gemm, ...]:
-        """The matrix products of one layer on one GPU."""
+    def layers(self, tp: int) -> tuple[LayerKind, ...]:
+        """The kinds of layers and their matrix products on one GPU."""
+        attention = self._attention_gemms(tp)
+        experts = self.experts
+        if experts is None:
+            return (LayerKind(self.num_layers, attention + self._mlp(self.intermediate, tp)),)
+        router = Gemm("router", experts.number, self.hidden, self.dtype_bytes)
+        shared = self._mlp(experts.shared, tp) if experts.shared else ()
+        mixture = LayerKind(
+            self.num_layers - experts.dense_layers,
+            (*attention, router, *shared),
+            tuple(
+                gemm._replace(weight_bytes=experts.weight_bytes)
+                for gemm in self._mlp(experts.intermediate, tp)
+            ),
+        )
+        if not experts.dense_layers:
+            return (mixture,)
+        dense = LayerKind(experts.dense_layers, attention + self._mlp(self.intermediate, tp))
+        return dense, mixture
+
+    def _attention_gemms(self, tp: int) -> tuple[Gemm, ...]:
         heads, kv_heads = self.heads_per_gpu(tp)
-        mlp = self.intermediate // tp
+        latent = self.latent
+        if latent is None:
+            return (
+                self._gemm("qkv", (heads + 2 * kv_heads) * self.head_dim, self.hidden),
+                self._gemm("o", self.hidden, heads * self.head_dim),
+            )
+        query = heads * (latent.nope + latent.rope)
+        down = self._gemm("q_a", latent.query_rank, self.hidden)
         return (
-            Gemm("qkv", (heads + 2 * kv_heads) * self.head_dim, self.hidden),
-            Gemm("o", self.hidden, heads * self.head_dim),
-            Gemm("gate_up" if self.gated_mlp else "up", mlp * (1 + self.gated_mlp), self.hidden),
-            Gemm("down", self.hidden, mlp),
+            *([down] if latent.query_rank else []),
+            self._gemm("q", query, latent.query_rank or self.hidden),
+            self._gemm("kv_a", latent.rank + latent.rope, self.hidden),
+            self._gemm("kv_b", heads * (latent.nope + latent.value), latent.rank),
+            self._gemm("o", self.hidden, heads * latent.value),
         )
 
+    def _mlp(self, width: int, tp: int) -> tuple[Gemm, ...]:
+        part = width // tp
+        name = "gate_up" if self.gated_mlp else "up"
+        return (
+            self._gemm(name, part * (1 + self.gated_mlp), self.hidden),
+            self._gemm("down", self.hidden, part),
+        )
+
+    def _gemm(self, name: str, n: int, k: int) -> Gemm:
+        return Gemm(name, n, k, self.weight_bytes_per_value)
+
     def lm_head(self, tp: int) -> Gemm:
-        return Gemm("lm_head", -(-self.vocab // tp), self.hidden)
+        return Gemm("lm_head", -(-self.vocab // tp), self.hidden, self.dtype_bytes)
 
     def weight_bytes(self, tp: int = 1) -> int:
         """Weights on each GPU; norms and biases, well under 0.1 %, are left out."""
-        layers = self.num_layers * sum(gemm.n * gemm.k for gemm in self.layer_gemms(tp))
-        head = self.lm_head(tp)
-        return self.dtype_bytes * (layers + head.n * head.k * (2 - self.tied_embeddings))
+
+        def num_bytes(gemms: tuple[Gemm, ...]) -> float:
+            return sum(gemm.n * gemm.k * gemm.weight_bytes for gemm in gemms)
+
+        number = 0 if self.experts is None else self.experts.number
+        layers = sum(
+            kind.num_layers * (num_bytes(kind.gemms) + number * num_bytes(kind.experts))
+            for kind in self.layers(tp)
+        )
+        return int(layers + num_bytes((self.lm_head(tp),)) * (2 - self.tied_embeddings))
 
     def kv_bytes_per_token(self, tp: int = 1) -> int:
-        """KV cache of one token on each GPU."""
-        return self.num_layers * 2 * self.heads_per_gpu(tp)[1] * self.head_dim * self.dtype_bytes
+        """KV cache of one token on each GPU, in all layers."""
+        if self.latent is not None:
+            width = self.latent.rank + self.latent.rope
+        else:
+            width = 2 * self.heads_per_gpu(tp)[1] * self.head_dim
+        return self.num_layers * width * self.dtype_bytes
+
+    def pair_flops(self, tp: int) -> tuple[int, int]:
+        """FLOPs of one (query, key) pair of one layer on each GPU: of a prefill, of a decode."""
+        heads, _ = self.heads_per_gpu(tp)
+        latent = self.latent
+        if latent is None:
+            return 4 * heads * self.head_dim, 4 * heads * self.head_dim
+        # A decode attends to the latent vectors themselves.
+        return (
+            2 * heads * (latent.nope + latent.rope + latent.value),
+            2 * heads * (2 * latent.rank + latent.rope),
+        )
 
     def elementwise_bytes_per_token(self, tp: int = 1) -> int:
         """Memory traffic per token and layer without GEMMs and attention: two norms with residual
@@ -81,7 +215,10 @@ class ModelSpec:
         heads, kv_heads = self.heads_per_gpu(tp)
         norms = 2 * 4 * self.hidden
         rope_and_store = (2 * heads + 4 * kv_heads) * self.head_dim
-        activation = (2 + self.gated_mlp) * self.intermediate // tp
+        width = self.intermediate
+        if self.experts is not None:
+            width = self.experts.per_token * self.experts.intermediate + self.experts.shared
+        activation = (2 + self.gated_mlp) * width // tp
         return self.dtype_bytes * (norms + rope_and_store + activation)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from cosched.errors import ConfigError
 from cosched.lab.cost_models.sglang_defaults import default_chunk_tokens, kv_capacity_tokens
-from cosched.lab.cost_models.specs import gpu_spec, model_spec
+from cosched.lab.cost_models.specs import ModelSpec, gpu_spec, model_spec
 from cosched.lab.simulation.tiny_model import DP_ATTENTION, STATES
 
 
@@ -16,6 +16,8 @@ class Machine:
     """The simulated machine. These are the help texts of its options; "default:" explains None.
 
     model                 the served model
+    model_config          the served model, by its Hugging Face config.json or the folder of it, in
+                          place of --model
     gpu                   the simulated GPU
     tp                    number of GPUs (tensor parallelism)
     dp_ranks              ranks of DP attention: each is such a machine, and all step together.
@@ -48,6 +50,7 @@ class Machine:
     """
 
     model: str = "Llama-3.1-8B"
+    model_config: ModelSpec | None = None
     gpu: str = "A100-80"
     tp: int = 1
     dp_ranks: int = 1
@@ -72,14 +75,26 @@ class Machine:
     window_tokens: int = 0
     window_kv_tokens: int | None = None
 
+    @property
+    def served(self) -> ModelSpec:
+        return self.model_config or model_spec(self.model)
+
+    @property
+    def window(self) -> tuple[int, float]:
+        """(size of the sliding windows [tokens], share of the layers that have one)."""
+        if self.window_tokens:
+            return self.window_tokens, 0.5
+        served = self.served
+        return served.window_tokens, served.window_layers / served.num_layers
+
     def capacity(self) -> int:
         """KV tokens, whole pages."""
         if self.kv_tokens is not None:
             if self.kv_tokens < self.page_size:
                 raise ConfigError(f"kv_tokens is {self.kv_tokens}, less than one page")
             return self.kv_tokens // self.page_size * self.page_size
-        model, gpu = model_spec(self.model), gpu_spec(self.gpu)
-        return kv_capacity_tokens(model, gpu, self.tp, page_size=self.page_size)
+        gpu = gpu_spec(self.gpu)
+        return kv_capacity_tokens(self.served, gpu, self.tp, page_size=self.page_size)
 
     def chunk(self) -> int:
         if self.chunk_tokens is not None:
@@ -130,8 +145,13 @@ class Machine:
     @property
     def host_s_per_token(self) -> float:
         """To copy a token's KV to host memory or back [s]."""
-        num_bytes = model_spec(self.model).kv_bytes_per_token(self.tp)
+        num_bytes = self.served.kv_bytes_per_token(self.tp)
         return num_bytes / (self.host_bandwidth_gb_s * 1e9)
 
     def describe(self) -> dict[str, Any]:
-        return asdict(self) | {"kv_tokens": self.capacity(), "chunk_tokens": self.chunk()}
+        described = asdict(self) | {"kv_tokens": self.capacity(), "chunk_tokens": self.chunk()}
+        if self.model_config is None:
+            del described["model_config"]
+        else:
+            described["model"] = self.model_config.name
+        return described

@@ -28,8 +28,9 @@ from cosched.config import parse_config
 from cosched.core.request import Slo
 from cosched.errors import ConfigError
 from cosched.lab.cost_models.base import PrefixReads
+from cosched.lab.cost_models.model_config import read_model_config
 from cosched.lab.cost_models.registry import COST_MODELS
-from cosched.lab.cost_models.specs import GPUS, MODELS
+from cosched.lab.cost_models.specs import GPUS, MODELS, ModelSpec
 from cosched.lab.simulation.host_time import read_host_time
 from cosched.lab.simulation.machine import Machine
 from cosched.lab.simulation.requests import checked_tiers
@@ -121,6 +122,12 @@ class LengthOptions:
 @dataclass(kw_only=True)
 class MachineOptions:
     model: Annotated[str, Parameter(choices=sorted(MODELS))] = _MACHINE.model
+    model_config: Annotated[
+        ModelSpec | None,
+        Parameter(
+            converter=reader(read_model_config), metavar="FILE", accepts_keys=False, n_tokens=1
+        ),
+    ] = None
     gpu: Annotated[str, Parameter(choices=sorted(GPUS))] = _MACHINE.gpu
     tp: Count = 1
     dp_ranks: Count = 1
@@ -247,7 +254,7 @@ def run_spec_of(options: RunOptions, setting: Setting) -> RunSpec:
 
 
 def machine_of(options: MachineOptions) -> Machine:
-    return Machine(**asdict(options))
+    return Machine(**vars(options))
 
 
 def cost_of(options: CostOptions, data_dir: Path | None) -> CostSpec:

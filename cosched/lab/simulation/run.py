@@ -19,7 +19,6 @@ from cosched.engine.support import EVICTION_FLAG
 from cosched.errors import ConfigError, CoschedError
 from cosched.lab.cost_models.base import OVERLAPPED, SYNCHRONOUS, CostModel, PrefixReads
 from cosched.lab.cost_models.registry import make_cost_model
-from cosched.lab.cost_models.specs import model_spec
 from cosched.lab.metrics.job import steady_window
 from cosched.lab.metrics.records import ColumnLog, IterationLog, RequestRecord
 from cosched.lab.metrics.slo import JctTarget
@@ -240,7 +239,7 @@ def execute_requests(
     if machine.host_kv_tokens:
         host_link = HostLink(
             s_per_token=machine.host_s_per_token,
-            num_layers=model_spec(machine.model).num_layers,
+            num_layers=machine.served.num_layers,
         )
 
     with contextlib.ExitStack() as stack:
@@ -256,7 +255,7 @@ def execute_requests(
                 prefix_reads=PrefixReads(spec.cost.prefix_reads),
                 host=host_time(spec.host_time, policy_entry(spec.setting.policy)),
                 acceptance=Acceptance(machine.acceptance, machine.acceptance_spread),
-                window_tokens=machine.window_tokens,
+                window=machine.window,
                 ranks=ranks,
             )
         except CoschedError:
@@ -423,7 +422,7 @@ def identity_of(spec: RunSpec) -> EngineIdentity:
         engine = Profile.load(Path(cost.profile)).engine
         if engine is not None:
             return engine
-    model = model_spec(machine.model)
+    model = machine.served
     return EngineIdentity(
         device=f"virtual {machine.gpu} ({cost.name})",
         num_cores=None,
@@ -446,7 +445,7 @@ def cost_model_of(spec: RunSpec) -> CostModel:
     is_synchronous = not spec.machine.overlap and spec.host_time == "none"
     return make_cost_model(
         spec.cost.name,
-        model=spec.machine.model,
+        model=spec.machine.served,
         gpu=spec.machine.gpu,
         tp=spec.machine.tp,
         data_dir=Path(spec.data_dir) if spec.data_dir else None,

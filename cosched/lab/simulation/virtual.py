@@ -115,14 +115,14 @@ class VirtualEngine:
         prefix_reads: PrefixReads = PrefixReads.EACH,
         host: HostTime | None = None,
         acceptance: Acceptance = NO_DRAFTS,
-        window_tokens: int = 0,
+        window: tuple[int, float] = (0, 0.0),
         ranks: Ranks = ALONE,
     ) -> None:
         """identity: of the simulated engine, for a policy that starts from a profile of it.
         host_link: if the flags give it host memory. prefix_reads: those of the cost model. host:
         None: the host takes no time. acceptance: of drafted tokens, if the flags ask for
-        speculative decoding. window_tokens: of sliding windows in half of the layers; 0: none.
-        ranks: that step together, of which this process is one."""
+        speculative decoding. window: of sliding windows, the tokens (0: there are none) and the
+        share of the layers. ranks: that step together, of which this process is one."""
         self._host = host or NoHostTime()
         self.clock = VirtualClock(self._host.after_wait_s)
         self.records: list[RequestRecord] = []
@@ -135,7 +135,7 @@ class VirtualEngine:
         self.num_finished_offline = 0
         self._cost_model = cost_model
         self._acceptance = acceptance
-        self._window_tokens = window_tokens
+        self._window = window
         self._ranks = ranks
         self._ended: list[RequestRecord] = []
         """Of this rank, not in `records` yet."""
@@ -155,7 +155,7 @@ class VirtualEngine:
             tempfile.TemporaryDirectory(prefix="cosched-model-") as folder,
             assuming_one_reading(prefix_reads is PrefixReads.ONCE),
         ):
-            write_model_config(Path(folder), identity, flags, window_tokens=window_tokens)
+            write_model_config(Path(folder), identity, flags, window_tokens=window[0])
             self.local = LocalEngine(
                 [
                     *("--model-path", folder, "--load-format", "dummy"),
@@ -391,7 +391,7 @@ class VirtualEngine:
             shape = port.shape_of(batch)
             if self._prefixes is not None:
                 shape = with_repeated(shape, batch, self._prefixes)
-            seen = seen_through(shape, self._window_tokens)
+            seen = seen_through(shape, self._window)
             seconds = verified_s(seen, self._cost_model.iteration_s)
         if shape.num_loaded and self._transfers is not None:
             seconds = self._transfers.iteration_s(start_s, seconds)

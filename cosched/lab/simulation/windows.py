@@ -1,4 +1,4 @@
-"""Sliding windows of a simulated server, in half of its layers, with a KV pool of their own."""
+"""Sliding windows of a simulated server, in a share of its layers, with a KV pool of their own."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from dataclasses import replace
 from cosched.core.batch import BatchShape, Prefill
 
 
-def seen_through(shape: BatchShape, window_tokens: int) -> BatchShape:
-    """A batch whose attention costs as much without windows: what half of the layers attend to ends
-    after `window_tokens`. Within a chunk nothing is left out. 0: no windows."""
+def seen_through(shape: BatchShape, window: tuple[int, float]) -> BatchShape:
+    """A batch whose attention costs as much without windows: what a share of the layers attends to
+    ends after so many tokens. Within a chunk nothing is left out. window: tokens (0: there are no
+    windows), share of the layers."""
+    window_tokens, share = window
     if not window_tokens:
         return shape
 
     def mean(context: int) -> int:
-        return (context + min(context, window_tokens)) // 2
+        return int(context - share * max(context - window_tokens, 0))
 
     return replace(
         shape,

@@ -44,7 +44,7 @@ def model_of(folder):
 
 def expected_s(num_tokens: int, num_sequences: int, attention_s: float) -> float:
     """By the formulas of the tables."""
-    layer = sum(gemm_s(num_tokens, gemm.n, gemm.k) for gemm in MODEL.layer_gemms(1))
+    layer = sum(gemm_s(num_tokens, gemm.n, gemm.k) for gemm in MODEL.layers(1)[0].gemms)
     traffic = MODEL.elementwise_bytes_per_token(1) / (0.8 * GPU.bandwidth_bytes_per_s)
     elementwise = max(4 * 2.5e-6, num_tokens * traffic)
     head = gemm_s(num_sequences, MODEL.vocab, MODEL.hidden) + 25e-6

@@ -13,9 +13,9 @@ from tests.small_runs import spec_of, watch_plans
 
 def test_half_of_a_context_ends_after_the_window():
     shape = BatchShape(prefills=[Prefill(50, 1000)], decodes=[80, 300])
-    seen = seen_through(shape, 100)
+    seen = seen_through(shape, (100, 0.5))
     assert seen.prefills == [Prefill(50, 550)] and seen.decodes == [80, 200]
-    assert seen_through(shape, 0) is shape
+    assert seen_through(shape, (0, 0.0)) is shape
 
 
 @pytest.mark.parametrize("policy", ["cosched", "hygen"])
