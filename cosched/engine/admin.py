@@ -179,6 +179,7 @@ async def _state(config: Config) -> dict[str, Any]:
     states = await manager.get_internal_state()
     return {
         "policy": config.policy,
+        "model": manager.served_model_name,
         "slo": msgspec.structs.asdict(config.slo),
         "tiers": {
             tier.name: {

@@ -13,6 +13,8 @@ from collections.abc import Collection, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import httpx
+
 from cosched.config import Config
 from cosched.engine.support import EVICTION_FLAG, resolved_arguments
 from cosched.errors import ConfigError
@@ -24,6 +26,7 @@ _TP_FLAGS = ("--tp", "--tp-size", "--tensor-parallel-size")
 _MODEL_FLAGS = ("--model-path", "--model")
 _MODEL_CONFIGS = ("config.json", "params.json")  # of Hugging Face, and of Mistral
 _DP_ATTENTION = ("--enable-dp-attention", "--attn-dp-size", "--attention-data-parallel-size")
+_HUB_TIMEOUT_S = 5.0
 _CPU_BINDING = "SGLANG_CPU_OMP_THREADS_BIND"
 
 
@@ -109,8 +112,8 @@ def _value(argv: Sequence[str], *flags: str) -> str | None:
 
 
 def check_model(argv: Sequence[str]) -> None:
-    """ConfigError if no model is named, or if the named folder has none. SGLang checks names on
-    Hugging Face and URLs."""
+    """ConfigError if no model is named, if the named folder has none, or if it is a name on Hugging
+    Face, which cannot be reached. SGLang checks the rest, and URLs."""
     model = _value(argv, *_MODEL_FLAGS)
     if model is None:
         if not _given(argv, *_MODEL_FLAGS, "--config"):
@@ -125,8 +128,30 @@ def check_model(argv: Sequence[str]) -> None:
     if not path.exists():
         if model.startswith(("/", ".", "~")) or model.count("/") > 1:
             raise ConfigError(f"--model-path {model!r} does not exist")
+        _check_hub(model)
     elif not any((path / name).exists() for name in _MODEL_CONFIGS):
         raise ConfigError(f"--model-path {model!r} is no model: it has no config.json")
+
+
+def _check_hub(model: str) -> None:
+    """ConfigError if a model is neither in Hugging Face's cache nor can be loaded into it. SGLang
+    would try for most of a minute."""
+    if os.environ.get("SGLANG_USE_MODELSCOPE", "").lower() in ("1", "true"):
+        return
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    try:
+        if any(isinstance(try_to_load_from_cache(model, name), str) for name in _MODEL_CONFIGS):
+            return
+    except ValueError:  # it cannot be a name there
+        raise ConfigError(f"--model-path {model!r} does not exist") from None
+    where = f"--model-path {model!r} is no folder here and not in Hugging Face's cache"
+    if constants.HF_HUB_OFFLINE:
+        raise ConfigError(f"{where}, and HF_HUB_OFFLINE is set")
+    try:
+        httpx.head(constants.ENDPOINT, timeout=_HUB_TIMEOUT_S)
+    except httpx.TransportError as error:
+        raise ConfigError(f"{where}, and {constants.ENDPOINT} cannot be reached: {error}") from None
 
 
 class _EngineParser(argparse.ArgumentParser):

@@ -9,6 +9,7 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from cosched.memory.occupancy import KV_USES
 from cosched.predict.account import key_of
 
 PERIOD_S = 10.0
@@ -19,7 +20,7 @@ _NUM_IN_P99 = 30
 """Samples whose requests are in a p99."""
 _RATIO = 1.03
 """Of the bounds of a bucket: a p99 is right within 1.5 %."""
-_KV_USES = ("running_online", "running_offline", "returning", "referenced", "dead", "free")
+_KV_USES = tuple(KV_USES)
 
 Histogram = Counter[int]
 """Bucket -> number of times in it."""

@@ -99,12 +99,12 @@ class ServerFlags:
 
     def server_args(self, config: Config) -> Any:
         """SGLang's arguments: those given and what cosched adds, resolved. ConfigError."""
-        from sglang.srt.plugins import load_plugins
-
         flags = list(self.flags)
         if flags and not flags[0].startswith("-"):
             flags.insert(0, "--model-path")  # `serve MODEL`, as `sglang serve` takes it
         check_model(flags)
+        from sglang.srt.plugins import load_plugins
+
         os.environ[ENV_VAR] = config.to_json()
         mixed_chunk = not self.options.cosched_no_mixed_chunk
         arguments = engine_arguments(flags, config, mixed_chunk=mixed_chunk)

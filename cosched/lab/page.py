@@ -19,6 +19,7 @@ from cosched.lab.metrics.plots import Run, write_comparison_plots
 from cosched.lab.metrics.stats import interval_of
 from cosched.lab.metrics.table import markdown_rows, print_rows
 from cosched.lab.simulation.run import RunResult
+from cosched.lab.simulation.setting import title_of
 from cosched.lab.suite import Option, Outcome, Row, SuiteFile, SuiteTarget, as_arguments
 
 TOLERANCE = 0.01
@@ -122,7 +123,7 @@ class Page:
         """The rows of one scenario, as tables are printed."""
         print_rows(
             [
-                (f"{key.setting} {key.value}".strip(), cells)
+                (f"{title_of(key.setting)} {key.value}".strip(), cells)
                 for key, cells in self._of(suite, scenario)
             ]
         )
@@ -187,7 +188,7 @@ class Page:
 
 def plot_results(folder: Path, results: Mapping[str, RunResult]) -> None:
     """Plots that compare the runs with online requests."""
-    shown = {name: one for name, one in results.items() if one.spec.setting.has_online}
+    shown = {title_of(name): one for name, one in results.items() if one.spec.setting.has_online}
     runs = {
         name: Run(
             records=one.records,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import msgspec
 
@@ -12,6 +13,24 @@ from cosched.memory.value import KvValue
 
 LIKELY = 0.1
 """Chance from which on a context counts as one that will return."""
+
+
+class KvUse(NamedTuple):
+    """How plots and the page at ``/cosched`` show a use of KV memory: text, colour."""
+
+    text: str
+    colour: str
+
+
+KV_USES: Mapping[str, KvUse] = {
+    "running_online": KvUse("running online", "#0072B2"),
+    "running_offline": KvUse("running offline", "#E69F00"),
+    "returning": KvUse("cached: session likely to return", "#7FB9DD"),
+    "referenced": KvUse("cached: waiting offline requests", "#F5D48F"),
+    "dead": KvUse("cached: reuse unlikely", "#A8B5BD"),
+    "free": KvUse("free", "#DFE3EA"),
+}
+"""The uses that add up to the capacity (`KvOccupancy`), from the bottom up."""
 
 
 class HostOccupancy(msgspec.Struct, kw_only=True, frozen=True):

@@ -5,6 +5,7 @@ import os
 import socket
 from types import SimpleNamespace
 
+import httpx
 import pytest
 
 from cosched import bootstrap, serve
@@ -283,8 +284,27 @@ def test_a_model_that_is_none_is_named_in_one_sentence(words, message, capsys, t
     assert message.format(tmp_path) in shown
 
 
+def unreachable(*_, **__):
+    raise httpx.ConnectError("no route to host")
+
+
+def test_a_name_is_looked_for_here_first_and_then_on_the_hub(monkeypatch, tmp_path):
+    (tmp_path / "org" / "model").mkdir(parents=True)
+    (tmp_path / "org" / "model" / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(httpx, "head", unreachable)
+    engine_side.check_model(["--model-path", "org/model"])
+    for name in ("org/other", "gpt-none"):
+        with pytest.raises(ConfigError, match=f"'{name}' is no folder.*reached: no route to host"):
+            engine_side.check_model(["--model-path", name])
+    cached = str(tmp_path / "org" / "model" / "config.json")
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: cached)
+    engine_side.check_model(["--model-path", "org/other"])
+
+
 @pytest.mark.parametrize("name", ["gpt2", "meta-llama/Llama-3.1-8B", "s3://bucket/a/model"])
-def test_a_model_that_is_elsewhere_is_left_to_sglang(name):
+def test_a_model_that_is_elsewhere_is_left_to_sglang(name, monkeypatch):
+    monkeypatch.setattr(httpx, "head", lambda *_, **__: None)
     engine_side.check_model(["--model-path", name])
     engine_side.check_model(["--config", "model.yaml"])
 

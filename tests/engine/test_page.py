@@ -16,11 +16,29 @@ from cosched.batch.jsonl.lines import URLS
 from cosched.core.plan import SkipReason
 from cosched.engine.history import History, bucket_of, p99_s
 from cosched.engine.state import ReplicaState
-from cosched.memory.occupancy import KvOccupancy
+from cosched.memory.occupancy import KV_USES, KvOccupancy
 from cosched.pool.prefix_pool import PoolStats
 
 PAGE = files("cosched.engine").joinpath("page.html").read_text()
 SCRIPT = re.search(r"<script>(.*)</script>", PAGE, re.DOTALL)[1]
+
+
+def test_uses_of_memory_have_the_words_and_colours_of_the_plots():
+    uses = re.search(r"const USES = \[(.*?)\];", SCRIPT, re.DOTALL)[1]
+    rows = re.findall(r'"(.*?)", "(.*?)", "(.*?)"', uses)
+    light = PAGE[: PAGE.index("prefers-color-scheme")]
+    shown = {
+        name: (text, re.search(re.escape(var[4:-1]) + ": (#[0-9A-F]{6})", light)[1])
+        for name, text, var in rows
+    }
+    assert shown == KV_USES and list(shown) == list(KV_USES)
+
+
+def test_colours_of_classes_and_uses_mean_nothing_else():
+    others = re.search(r"const OTHERS = \[(.*?)\];", SCRIPT)[1]
+    uses = re.search(r"const USES = \[(.*?)\];", SCRIPT, re.DOTALL)[1]
+    assert not set(re.findall(r"var\(.*?\)", others)) & set(re.findall(r"var\(.*?\)", uses))
+
 
 # As much of a browser as the script needs.
 BROWSER = """
@@ -42,6 +60,7 @@ globalThis.document = {
   getElementById: (id) => made[id] ||= new Node(id), createElement: (name) => new Node(name),
   createElementNS: (_, name) => new Node(name),
 };
+globalThis.location = { host: "localhost:30000" };
 globalThis.sessionStorage = { getItem: () => "secret", setItem() {} };
 const later = [];
 globalThis.setTimeout = (act) => { later.push(act); };
@@ -148,6 +167,7 @@ BATCH = {
 
 def test_it_shows_both_classes_memory_and_batches():
     server = {"policy": "hygen", "slo": {"ttft_ms": 1000, "tpot_ms": 50}, "shutting_down": False}
+    server["model"] = "demo"
     ended = BATCH | {"status": "completed", "output_file_id": "file-1"}
     ended["cosched"] = {"device_seconds": 1.5}
     seen = run(
@@ -157,7 +177,7 @@ def test_it_shows_both_classes_memory_and_batches():
         }
     )
     texts = seen["texts"]
-    assert texts["what"] == "policy hygen" and texts["fault"] == ""
+    assert texts["what"] == "demo on localhost:30000, policy hygen" and texts["fault"] == ""
     assert "within targets, since the start|90.0 %" in texts["online"]
     for row in ("mean TTFT, target|\N{EN DASH}, 1.00 s", "mean TPOT, target|\N{EN DASH}, 50 ms"):
         assert row in texts["online"]

@@ -15,9 +15,13 @@ from cosched.core.request import RequestClass
 from cosched.errors import ConfigError
 from cosched.lab.metrics.records import Floats
 from cosched.lab.metrics.stats import Window
+from cosched.memory.occupancy import KV_USES
 
 # Okabe and Ito's colours, which stay apart for colour-blind readers and in grey print.
-COLOURS = {RequestClass.ONLINE: "#0072B2", RequestClass.OFFLINE: "#E69F00"}
+COLOURS = {
+    RequestClass.ONLINE: KV_USES["running_online"].colour,
+    RequestClass.OFFLINE: KV_USES["running_offline"].colour,
+}
 TARGET_COLOUR = "#C0392B"
 _TEXT, _GRID = "#333333", "#DDDDDD"
 _PALETTE = (

@@ -31,6 +31,7 @@ from cosched.lab.metrics.records import ColumnLog, Floats, IterationLog, Request
 from cosched.lab.metrics.slo import Verdict, common_slo, judge, with_defaults
 from cosched.lab.metrics.stats import Window, last_event_s
 from cosched.lab.metrics.summary import Summary, served_tokens
+from cosched.memory.occupancy import KV_USES
 
 _NO_SLO = Slo()
 
@@ -157,21 +158,11 @@ def _mark_above(
         axes.plot(x, height, "v", ms=4, mew=0, color=colour, transform=place, label=label)
 
 
-KV_USES = {
-    "running_online": ("running online", COLOURS[RequestClass.ONLINE]),
-    "running_offline": ("running offline", COLOURS[RequestClass.OFFLINE]),
-    "returning": ("online, will return", "#7FB9DD"),
-    "referenced": ("offline, referenced", "#F5D48F"),
-    "dead": ("dead", "#A8B5BD"),
-    "free": ("free", "#EDF0F2"),
-}
-"""Columns of the KV log that add up to the capacity, from the bottom up: name and colour."""
-
 _ITERATION_USES = {
-    "kv_online_tokens": ("running online", COLOURS[RequestClass.ONLINE]),
-    "kv_offline_tokens": ("running offline", COLOURS[RequestClass.OFFLINE]),
-    "kv_cached_tokens": ("cached", "#A8B5BD"),
-    "kv_free_tokens": ("free", "#EDF0F2"),
+    "kv_online_tokens": KV_USES["running_online"],
+    "kv_offline_tokens": KV_USES["running_offline"],
+    "kv_cached_tokens": KV_USES["dead"]._replace(text="cached"),
+    "kv_free_tokens": KV_USES["free"],
 }
 
 HOST_USES = ("host_doubled", "host_returning", "host_referenced", "host_dead")

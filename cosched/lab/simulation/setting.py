@@ -120,6 +120,14 @@ def _all() -> Mapping[str, Setting]:
 SETTINGS: Mapping[str, Setting] = _all()
 
 
+_TITLES = {"s0": "chat alone", "s1": "stock SGLang"}
+
+
+def title_of(name: str) -> str:
+    """How tables for people and plots call a setting."""
+    return f"{name} ({_TITLES[name]})" if name in _TITLES else name
+
+
 def setting_of(name: str) -> Setting:
     """Of that name, or of a policy of another package. ``NAME/ORDER`` is the same with another
     order of eviction (`with_eviction`), ``NAME@PREDICTOR`` with a paper's predictor
