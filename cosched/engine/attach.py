@@ -28,6 +28,7 @@ from cosched.engine.lengths import Lengths
 from cosched.engine.observe import IterationLogFile, IterationObserver
 from cosched.engine.offline_gate import OfflineGate
 from cosched.engine.port import bidirectional
+from cosched.engine.port.grammar_compilers import take_compilers
 from cosched.engine.port.prefixes import RunningPrefixes
 from cosched.engine.ranks import Ranks
 from cosched.engine.running import RunningTable
@@ -79,6 +80,7 @@ def attach(scheduler: Any, config: Config) -> None:
     entry = policy_entry(config.policy)
     scheduler.cosched_offline = OfflineGate(scheduler, max_waiting=config.max_offline_waiting)
     port.leave_a_page(scheduler)
+    take_compilers(scheduler, num_schedulers=port.num_local_schedulers(scheduler))
     if entry.make is None:
         return
     if config.kv.bidirectional_pages:

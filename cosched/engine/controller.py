@@ -140,7 +140,7 @@ class Controller:
         running batch.
         """
         scheduler = self.scheduler
-        port.admit_ready_grammars(scheduler, self.clock.now_s())
+        port.admit_ready_grammars(scheduler)
         nothing_runs = scheduler.chunked_req is None and running_batch.is_empty()
         is_idle = nothing_runs and not self.waiting.may_admit
         if not is_idle and port.holds_ended(running_batch):

@@ -28,6 +28,7 @@ from cosched.engine.port import finish_by_pattern as finish
 from cosched.engine.port import forget_last, most_tail_tokens, refuse, under_way
 from cosched.engine.port.attention import launching
 from cosched.engine.port.building import adder_class
+from cosched.engine.port.grammar_compilers import compile_for, ready_requests
 from cosched.engine.port.penalties import count_outputs
 from cosched.engine.state import offline_progress
 from cosched.engine.support import check_arguments
@@ -181,6 +182,19 @@ def time_out_online(original: Any, scheduler: Any) -> Any:
         return []
     offline = {req.rid for req in under_way(scheduler) if _is_offline(req)}
     return [abort for abort in aborts if abort.rid not in offline]
+
+
+def compile_in_turn(manager: Any, req: Any) -> None:
+    """Grammars are compiled for online requests first, and for the owners of API keys in turn
+    (`cosched.engine.port.grammar_compilers`). Stock starts all at once, each on eight threads."""
+    compile_for(manager, req)
+
+
+def admit_compiled(original: Any, manager: Any) -> list[Any]:
+    """The time limit of a grammar counts from the start of its compilation, and reaching it is not
+    kept as a verdict on the grammar. Stock counts from the arrival of the request, and refuses the
+    grammar from then on; iterations wait for grammars."""
+    return ready_requests(partial(original, manager), manager)
 
 
 def abort(original: Any, scheduler: Any, recv_req: Any) -> Any:
@@ -417,6 +431,7 @@ def ignore_paused_pool(original: Any, scheduler: Any, *args: Any, **kwargs: Any)
 
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_GRAMMARS = "sglang.srt.constrained.grammar_manager.GrammarManager"
 _BATCH = "sglang.srt.managers.schedule_batch.ScheduleBatch"
 _REQ = "sglang.srt.managers.schedule_batch.Req"
 _BEAMS = "sglang.srt.beam_search.coordinator.BeamCoordinator"
@@ -434,6 +449,8 @@ SEAMS: tuple[Seam, ...] = (
     around(f"{_SCHEDULER}._abort_on_queued_limit", "self, recv_req", limit_online_queue),
     around(f"{_SCHEDULER}._prefetch_kvcache", "self, req, storage_hit_end", read_when_next),
     around(f"{_SCHEDULER}._poll_timeout_aborts", "self", time_out_online),
+    before(f"{_GRAMMARS}.process_req_with_grammar", "self, req", compile_in_turn),
+    around(f"{_GRAMMARS}.get_ready_grammar_requests", "self", admit_compiled),
     around(f"{_SCHEDULER}.abort_request", "self, recv_req", abort),
     around(
         f"{_SCHEDULER}._get_new_batch_prefill_raw",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -125,6 +124,13 @@ def parallel() -> Parallel:
     return Parallel(groups.tp_rank, groups.tp_size, groups.dp_rank, 1, *stages)
 
 
+def num_local_schedulers(scheduler: Any) -> int:
+    """Schedulers that share this machine: ranks, and replicas."""
+    args = scheduler.server_args
+    num_replicas = 1 if args.enable_dp_attention else args.dp_size
+    return max(1, args.tp_size * args.pp_size // args.nnodes) * int(num_replicas)
+
+
 def rank_group(scheduler: Any) -> Any:
     """The CPU process group of the ranks that share a waiting queue."""
     shared = scheduler.attn_tp_cpu_group if parallel().group_size > 1 else scheduler.tp_cpu_group
@@ -241,34 +247,12 @@ def in_flight(scheduler: Any) -> list[Any]:
     return [req for req in reqs if req is not None and not req.finished()]
 
 
-GRAMMAR_LIMIT_S = 20.0  # for which a request waits for its grammar to be compiled
-_GRAMMAR_POLL_S = 1e-4
-_MOST_GRAMMARS = 256
-
-
-def admit_ready_grammars(scheduler: Any, now_s: float) -> None:
-    """Queue requests whose grammar is compiled, so that the plan includes them.
-
-    Grammars are compiled on other threads. SGLang waits up to 5 ms for them in each of up to 10,000
-    iterations, and keeps every grammar. Here iterations do not wait, a request fails after
-    `GRAMMAR_LIMIT_S`, and the cache drops its oldest grammar when it is full.
-    """
+def admit_ready_grammars(scheduler: Any) -> None:
+    """Queue requests whose grammar is compiled, so that the plan includes them."""
     manager = scheduler.grammar_manager
-    if not manager.has_waiting_grammars():
-        return
-    manager.SGLANG_GRAMMAR_POLL_INTERVAL = _GRAMMAR_POLL_S
-    manager.SGLANG_GRAMMAR_MAX_POLL_ITERATIONS = sys.maxsize
-    for req in manager.grammar_queue:
-        if not hasattr(req, "cosched_grammar_s"):
-            req.cosched_grammar_s = now_s
-        elif now_s - req.cosched_grammar_s > GRAMMAR_LIMIT_S:
-            req.grammar_wait_ct = sys.maxsize
-    for req in manager.get_ready_grammar_requests():
-        scheduler._add_request_to_queue(req)
-    # Not `reset`, which waits for the grammars that are being compiled.
-    cache = manager.grammar_backend.cache
-    while len(cache) > _MOST_GRAMMARS:
-        del cache[next(iter(cache))]
+    if manager.has_waiting_grammars():
+        for req in manager.get_ready_grammar_requests():
+            scheduler._add_request_to_queue(req)
 
 
 def drain_results(scheduler: Any) -> bool:
