@@ -7,6 +7,7 @@ reaches all ranks of a replica in the same iteration; so all ranks plan with the
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from http import HTTPStatus
 from typing import Any
 
@@ -24,9 +25,23 @@ _STOP_RUNNING = "cosched_offline_stop_running"
 LET_GO = "cosched_offline_let_go"
 """Key of the message that ends all offline work, before the server ends."""
 
+HOLD = "cosched_offline_hold"
+"""Key of the message that lets no offline request begin (1), or lets them begin again (0): an
+operation of the server waits for the requests that have begun."""
+
+_LET_GO_ADAPTER = "cosched_offline_let_go_adapter:"
+"""Beginning of the key of the message that ends waiting offline requests with a LoRA adapter; its
+id follows."""
+
 _ANY_NUMBER = -1  # the message holds numbers only
 
 LET_GO_MESSAGE = "the server is shutting down; send this offline request again when it is back"
+_ADAPTER_MESSAGE = "the LoRA adapter of this request is being unloaded; send this request again"
+
+
+def adapter_to_message(lora_id: str) -> dict[str, int]:
+    """End the waiting offline requests with this adapter."""
+    return {_LET_GO_ADAPTER + lora_id: 1}
 
 
 def limits_to_message(limits: OfflineLimits) -> dict[str, int]:
@@ -51,7 +66,9 @@ def limits_from_message(message: Mapping[str, float]) -> OfflineLimits:
 def is_for_gate(message: Mapping[str, float]) -> bool:
     """True if a `SetInternalStateReq` holds limits, not a setting of SGLang."""
     keys = set(message)
-    return keys == {LET_GO} or keys == {_PAUSED, _MAX_RUNNING, _STOP_RUNNING}
+    if len(keys) == 1:
+        return keys <= {LET_GO, HOLD} or next(iter(keys)).startswith(_LET_GO_ADAPTER)
+    return keys == {_PAUSED, _MAX_RUNNING, _STOP_RUNNING}
 
 
 class OfflineGate:
@@ -66,6 +83,9 @@ class OfflineGate:
         self._max_waiting = max_waiting
         self.is_draining = False
         """All offline work was ended, and new offline requests are refused."""
+        self._limits = OfflineLimits()
+        """The operator's."""
+        self._is_held = False
         self.num_turned_away = 0
 
     @property
@@ -74,22 +94,26 @@ class OfflineGate:
         waiting = self._scheduler.waiting_queue if role is None else role.waiting
         return waiting if isinstance(waiting, WaitingQueue) else None
 
-    @property
-    def limits(self) -> OfflineLimits:
-        waiting = self._waiting
-        return OfflineLimits() if waiting is None else waiting.offline_limits
-
     def set(self, message: Mapping[str, float]) -> bool:
-        """Apply a message. False: SGLang schedules here, so there is nothing to limit."""
+        """Apply a message. False: SGLang schedules here, so there is nothing to limit; of `HOLD`:
+        offline requests have begun and not ended."""
         if LET_GO in message:
             self.let_go()
             return True
         waiting = self._waiting
         if waiting is None:
             return False
+        if HOLD in message:
+            self._is_held = bool(message[HOLD])
+        elif len(message) == 1:
+            self._let_go_of_adapter(next(iter(message)).removeprefix(_LET_GO_ADAPTER))
+            return True
+        else:
+            self._limits = limits_from_message(message)
         if not self.is_draining:
-            waiting.offline_limits = limits_from_message(message)
-        return True
+            limits = self._limits
+            waiting.offline_limits = replace(limits, paused=limits.paused or self._is_held)
+        return HOLD not in message or not any(map(_is_offline, port.in_flight(self._scheduler)))
 
     def turns_away(self, req: Any) -> bool:
         """True if an offline request is refused instead of queued: the server is ending, or the
@@ -129,6 +153,15 @@ class OfflineGate:
         for req in port.in_flight(scheduler):
             if _is_offline(req):
                 port.end_with_error(scheduler, req, HTTPStatus.SERVICE_UNAVAILABLE, LET_GO_MESSAGE)
+
+    def _let_go_of_adapter(self, lora_id: str) -> None:
+        """The adapter cannot be unloaded before its requests have ended, and these may wait for
+        longer than the operation should."""
+        scheduler = self._scheduler
+        for req in [req for req in scheduler.waiting_queue if req.lora_id == lora_id]:
+            if _is_offline(req):
+                port.take_out_unanswered(scheduler, req)
+                self._answer(req, HTTPStatus.SERVICE_UNAVAILABLE, _ADAPTER_MESSAGE)
 
     def _answer(self, req: Any, status: HTTPStatus, message: str) -> None:
         answer_with_error(self._scheduler, req, status, message)

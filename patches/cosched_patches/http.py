@@ -20,6 +20,7 @@ from cosched.engine.admin import add_batches, add_routes
 from cosched.engine.checks import check_input, check_params, check_tokenized, scope_of
 from cosched.engine.front import Front, ReplyMiddleware
 from cosched.engine.middleware import BodyLimit
+from cosched.engine.model_operations import is_about_to_read, unloading, use_model_lock
 from cosched.engine.port import pace_checks
 from cosched.engine.shutdown import drain, signals_left_to_parent
 from cosched.engine.startup import log_ready, wait_until_listening
@@ -200,6 +201,7 @@ async def classify(
         front().apply(obj, request)
         check_input(obj, scope_of(manager))
         pace_checks(manager)
+        is_about_to_read(obj.priority)
         async with aclosing(original(manager, obj, request)) as replies:
             async for reply in replies:
                 has_answered = True
@@ -241,6 +243,25 @@ def send_created_time(state: Any, times: Any) -> Any:
     processes and does not send it."""
     created_s = getattr(times, "created_time", 0.0)
     return {**state, "created_time": created_s} if created_s else state
+
+
+# --- What operators do ---
+
+
+def wait_for_begun_only(result: Any, manager: Any) -> None:
+    """New weights wait for the requests that have begun, not for those in the offline pool, which
+    may be paused. Stock waits for every request, and lets new chats wait for the operation."""
+    if load_config() is not None:
+        use_model_lock(manager)
+
+
+async def unload_without_waiting(original: Any, manager: Any, obj: Any) -> Any:
+    """Offline requests that wait with a LoRA adapter which is unloaded, or makes room for another,
+    are answered with 503. Stock waits until they have run."""
+    if load_config() is None:
+        return await original(manager, obj)
+    async with unloading(manager, obj):
+        return await original(manager, obj)
 
 
 # --- How they are answered ---
@@ -301,6 +322,8 @@ SEAMS: tuple[Seam, ...] = (
         announce_ready,
     ),
     around(f"{_MANAGER}.sigterm_watchdog", "self", drain_first),
+    after(f"{_MANAGER}.init_weight_update", "self", wait_for_begun_only),
+    around(f"{_MANAGER}._unload_lora_adapter_locked", "self, obj", unload_without_waiting),
     around(f"{_SERVER}.ORJSONRequest.json", "self", read_body),
     around(
         "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat._process_messages",
