@@ -214,6 +214,22 @@ def _parts(reply: Any) -> Iterator[Mapping[str, Any]]:
         yield from reply.get("beam_results", (reply,))
 
 
+def is_own(request: Any) -> bool:
+    """Whether the server sends a request to itself."""
+    return hasattr(getattr(request, "state", None), _OWN)
+
+
+def was_aborted(reply: Any) -> bool:
+    """Whether a reply, or a part of one, ends because it was aborted; errors have a status."""
+    reasons = [(each.get("meta_info") or {}).get("finish_reason") for each in _parts(reply)]
+    return any(
+        isinstance(reason, dict)
+        and reason.get("type") == "abort"
+        and reason.get("status_code") is None
+        for reason in reasons
+    )
+
+
 def _clamped(clamp: Callable[[Slo], Slo], own: Mapping[str, Any]) -> dict[str, Any]:
     """The targets, clamped; a hint stays as it is."""
     hint = parse_hint(own)

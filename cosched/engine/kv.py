@@ -403,8 +403,9 @@ class KvManager:
         """Tokens that are reserved for online requests (`KvState.kept`)."""
         if not self.config.reserve:
             return 0
+        total = port.kv_total(self._scheduler)
         if self.config.reservation == "echo":
-            return self.demand.threshold
-        now = self.demand.now
-        left = max(port.kv_total(self._scheduler) - now, 0)
+            return min(self.demand.threshold, total)
+        now = min(self.demand.now, total)  # it counts contexts that may come back: more than fits
+        left = total - now
         return min(self.demand.reserve, now + int(_MAX_RESERVED * left))

@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from http import HTTPStatus
 from typing import Any
 
+from fastapi import HTTPException
 from sglang.srt.managers.io_struct import SetInternalStateReq
 
 from cosched.core.request import RequestClass
@@ -38,6 +40,18 @@ def use_model_lock(manager: Any) -> None:
 def is_about_to_read(priority: int | None) -> None:
     """This task takes the lock for a request of this priority next."""
     reads_offline.set(class_of_priority(priority) is RequestClass.OFFLINE)
+
+
+async def refuse_waiting(manager: Any, *, within_s: float, message: str) -> None:
+    """Answer requests that wait for an operation, or for the end of a pause, with 503."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(within_s):
+            if isinstance(manager.model_update_lock, ModelLock):
+                refusal = HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, message)
+                await manager.model_update_lock.close(refusal)
+            async with manager.is_pause_cond:
+                manager.is_pause = False  # here only: the schedulers stay paused
+                manager.is_pause_cond.notify_all()
 
 
 @contextlib.asynccontextmanager

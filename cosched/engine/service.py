@@ -99,9 +99,11 @@ class ServiceRecord:
             if tracked.is_reported:
                 continue
             req = tracked.req
-            num_tokens = len(req.output_ids)
+            if port.is_before_samples(req):
+                continue
+            num_tokens = port.num_output(req)
             num_new = num_tokens - tracked.num_reported_tokens
-            if num_new:
+            if num_new > 0:
                 if not tracked.num_reported_tokens:
                     self._first_token(tracked, now_s)
                 tracked.num_reported_tokens = num_tokens

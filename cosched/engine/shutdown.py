@@ -25,6 +25,7 @@ from sglang.srt.managers.io_struct import AbortReq, SetInternalStateReq
 from sglang.srt.utils import kill_process_tree
 
 from cosched.engine import port
+from cosched.engine.model_operations import refuse_waiting
 from cosched.engine.offline_gate import LET_GO
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ EXIT_CODE = 70
 _POLL_S = 0.05
 _ABORT_S = 2.0
 _ABORT_MESSAGE = "the server is shutting down (--cosched-drain-s has passed)"
+_PAUSED_MESSAGE = "the server is shutting down while its engine is paused"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -55,7 +57,8 @@ async def drain(end: Callable[[Any], Awaitable[None]], manager: Any, *, drain_s:
     _handle_signals(manager, on_fault=lambda: faulty.append(True))
     while not manager.gracefully_exit:
         await asyncio.sleep(_POLL_S)
-    deadline_s = time.monotonic() + drain_s
+    began_s = time.monotonic()
+    deadline_s = began_s + drain_s
     _end_at_last(drain_s + _ABORT_S + END_S)
     logger.warning(
         "cosched: shutting down: %d requests under way; online ones may take %g s, offline "
@@ -64,25 +67,30 @@ async def drain(end: Callable[[Any], Awaitable[None]], manager: Any, *, drain_s:
         drain_s,
     )
     await _let_go(manager, within_s=drain_s)
+    if manager.is_pause:
+        logger.warning("cosched: the engine is paused: no request under way would finish")
+        await refuse_waiting(manager, within_s=_ABORT_S, message=_PAUSED_MESSAGE)
+        deadline_s = time.monotonic()
     await _until_answered(manager, deadline_s)
     if manager.rid_to_state:
         logger.warning(
-            "cosched: aborting %d requests after %g s", len(manager.rid_to_state), drain_s
+            "cosched: aborting %d requests after %g s",
+            len(manager.rid_to_state),
+            max(0.0, time.monotonic() - began_s),
         )
-        # Drop requests that are not answered by then: SGLang would wait for them without end.
+        reason = {
+            "type": "abort",
+            "status_code": HTTPStatus.SERVICE_UNAVAILABLE,
+            "message": _ABORT_MESSAGE,
+        }
         manager._dispatch_to_scheduler(
-            AbortReq(
-                abort_all=True,
-                abort_message=_ABORT_MESSAGE,
-                finished_reason={
-                    "type": "abort",
-                    "status_code": HTTPStatus.SERVICE_UNAVAILABLE,
-                    "message": _ABORT_MESSAGE,
-                },
-            )
+            AbortReq(abort_all=True, abort_message=_ABORT_MESSAGE, finished_reason=reason)
         )
         await _until_answered(manager, time.monotonic() + _ABORT_S)
-        manager.rid_to_state.clear()
+        # SGLang would wait without end for those that the scheduler has not answered.
+        await refuse_waiting(manager, within_s=_ABORT_S, message=_ABORT_MESSAGE)
+        for rid in list(manager.rid_to_state):
+            manager._handle_abort_req(AbortReq(rid=rid, finished_reason=dict(reason)))
     if port.is_http_worker(manager):
         await _until_others_answered(manager, deadline_s)
     if faulty:

@@ -18,7 +18,7 @@ from sglang.srt.entrypoints.http_server import app, get_global_state
 from cosched.config import Config, load_config
 from cosched.engine.admin import add_batches, add_routes
 from cosched.engine.checks import check_input, check_params, check_tokenized, scope_of
-from cosched.engine.front import Front, ReplyMiddleware
+from cosched.engine.front import Front, ReplyMiddleware, is_own, was_aborted
 from cosched.engine.middleware import BodyLimit
 from cosched.engine.model_operations import is_about_to_read, unloading, use_model_lock
 from cosched.engine.port import pace_checks
@@ -195,7 +195,8 @@ async def classify(
     enter here. SGLang answers many wrong values with 500, because Python raises another error than
     ``ValueError``; here that becomes 400. What SGLang has made of a request counts against its
     API key, whatever the body looked like. With thousands of waiting requests SGLang checks less
-    often whether their clients are still connected."""
+    often whether their clients are still connected. A line of a batch that the operator aborted
+    is answered with 503, so that it is sent again; stock answers 200."""
     has_answered = False
     try:
         front().apply(obj, request)
@@ -206,6 +207,8 @@ async def classify(
             async for reply in replies:
                 has_answered = True
                 front().hear(reply, request)
+                if is_own(request) and was_aborted(reply):
+                    raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, _ABORTED)
                 yield reply
         front().ended(request)
     except LimitError as error:
@@ -266,6 +269,9 @@ async def unload_without_waiting(original: Any, manager: Any, obj: Any) -> Any:
 
 # --- How they are answered ---
 
+_ABORTED = "the request was aborted by the operator; send it again"
+_IN_GRAMMAR_QUEUE = "Aborted by AbortReq."
+"""SGLang's message for a request that is aborted while its grammar is compiled."""
 _NO_TOKEN = "Grammar accept_token failed"
 """Start of SGLang's message for a request whose grammar matches no text."""
 
@@ -275,8 +281,11 @@ async def answer_abort(
 ) -> Any:
     """An offline request that the full pool refuses is answered with 429: stock passes on 400, 500
     and 503 only, and any other status becomes 200 with an empty answer. A grammar that matches no
-    text is answered with 400; stock answers 500."""
+    text is answered with 400; stock answers 500. A request that is aborted while its grammar is
+    compiled gets the finish reason ``abort`` as others do; stock answers 400."""
     reason = out["meta_info"]["finish_reason"]
+    if reason.get("message") == _IN_GRAMMAR_QUEUE:
+        reason["status_code"] = None
     if str(reason.get("message", "")).startswith(_NO_TOKEN):
         reason["status_code"] = HTTPStatus.BAD_REQUEST
         reason["message"] = "the grammar of this request allows no further token"

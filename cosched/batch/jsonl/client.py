@@ -223,6 +223,7 @@ class Client(HttpClients):
         extensions  for the transport, at each try
         """
         num_tries = num_faults = 0
+        aborted_since_s: float | None = None
         while True:
             verdict = await self._try(line, extensions)
             if not isinstance(verdict, TryAgain):
@@ -232,7 +233,12 @@ class Client(HttpClients):
                 self._refused(verdict.reason)
             else:
                 self._failing_since_s = None  # the server is there: it answered
-                num_faults += 1
+                if verdict.is_aborted:  # no fault of the line, unless it happens again and again
+                    aborted_since_s = aborted_since_s or self._clock()
+                    if self._clock() - aborted_since_s >= self._rules.max_wait_s:
+                        return verdict.failure
+                else:
+                    num_faults += 1
                 if num_faults > self._rules.max_retries:
                     return verdict.failure
             wait_s = max(self._rules.wait_s(num_tries, self._rng), verdict.after_s)

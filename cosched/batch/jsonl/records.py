@@ -80,12 +80,14 @@ Outcome = Answer | Failure
 class TryAgain:
     """The line is to be sent again.
 
-    failure  the outcome once all retries are used; None: the line is not at fault and never fails
-    after_s  the server's Retry-After [s]
+    failure     the outcome once all retries are used; None: the line is not at fault and never fails
+    is_aborted  the server answered, and aborted the request: an operator may have aborted all
+    after_s     the server's Retry-After [s]
     """
 
     reason: str
     failure: Failure | None = None
+    is_aborted: bool = False
     after_s: float = 0.0
 
 
@@ -112,7 +114,7 @@ def judge(response: httpx.Response) -> Answer | Failure | TryAgain:
     if _is_aborted(body):
         message = 'the server aborted the request (finish_reason "abort", or status "failed")'
         failure = _with_body(response, body, code="aborted", message=message)
-        return TryAgain(reason=message, failure=failure)
+        return TryAgain(reason=message, failure=failure, is_aborted=True)
     usage = body.get("usage") if isinstance(body, dict) else _usage_of_list(body)
     return Answer(
         status=status,

@@ -39,16 +39,28 @@ class ModelLock(RWLock):
         self._hold = hold
         self._num_offline = 0
         self._is_held = False
+        self._refusal: Exception | None = None
+
+    async def close(self, refusal: Exception) -> None:
+        """Raise `refusal` in requests that wait for the lock, and in those that come."""
+        async with self._lock:
+            self._refusal = refusal
+            self._cond.notify_all()
 
     @property
     def reader_lock(self) -> Any:
         return _Reader(self, is_offline=reads_offline.get())
 
     async def acquire_for(self, *, is_offline: bool) -> None:
-        await self.acquire_reader()
-        if is_offline:
-            self._readers -= 1
-            self._num_offline += 1
+        async with self._lock:
+            while self._refusal is None and (self._writer_active or self._waiting_writers):
+                await self._cond.wait()
+            if self._refusal is not None:
+                raise self._refusal
+            if is_offline:
+                self._num_offline += 1
+            else:
+                self._readers += 1
 
     async def release_of(self, *, is_offline: bool) -> None:
         if not is_offline:

@@ -116,6 +116,19 @@ def is_cancelled(req: Any) -> bool:
     return is_aborted(req) and req.finished_reason.status_code is None
 
 
+def num_output(req: Any) -> int:
+    """Output tokens that the client gets. For ``max_new_tokens: 0`` SGLang computes one, and sends
+    none; what follows a stop is not sent either."""
+    num_computed = len(req.output_ids)
+    return num_computed if req.finished_len is None else min(num_computed, int(req.finished_len))
+
+
+def is_before_samples(req: Any) -> bool:
+    """Whether SGLang made this request itself, to have the prompt in the cache before the ``n``
+    samples of it. No client gets it."""
+    return req.sampling_params.n > 1 and req.sampling_params.max_new_tokens == 0
+
+
 def end_with_error(scheduler: Any, req: Any, status: HTTPStatus, message: str) -> None:
     """End a running or prefilling request with an error after the present iteration."""
     if req is scheduler.chunked_req:
