@@ -298,6 +298,16 @@ async def answer_abort(
     raise HTTPException(status_code=HTTPStatus.TOO_MANY_REQUESTS, detail=reason["message"])
 
 
+def keep_status(original: Any, serving: Any, *args: Any, **kwargs: Any) -> Any:
+    """A request to ``/v1/responses`` that is refused or aborted with 429 or 503 is answered so, and
+    clients send it again. Stock answers 400 whatever has happened."""
+    error = sys.exception()
+    if not isinstance(error, HTTPException):
+        return original(serving, *args, **kwargs)
+    kind = HTTPStatus(error.status_code).phrase
+    return original(serving, str(error.detail), err_type=kind, status_code=error.status_code)
+
+
 _SERVER = "sglang.srt.entrypoints.http_server"
 _ENGINE = "sglang.srt.entrypoints.engine.Engine"
 _MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
@@ -338,6 +348,12 @@ SEAMS: tuple[Seam, ...] = (
         "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat._process_messages",
         "self, request, is_multimodal, output_constrained",
         render_messages,
+    ),
+    around(
+        "sglang.srt.entrypoints.openai.serving_responses.OpenAIServingResponses."
+        "create_error_response",
+        "self, message, err_type, status_code, param",
+        keep_status,
     ),
     around(f"{_MANAGER}.generate_request", "self, obj, request", classify),
     before(f"{_MANAGER}._validate_one_request", "self, obj, input_ids", check_values),

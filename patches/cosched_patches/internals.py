@@ -46,11 +46,25 @@ INTERNALS: Mapping[str, tuple[str, ...]] = {
         """,
         "managers.schedule_batch.Req": """
             _compute_max_prefix_len _stop_match_tail_len beam_group cache_salt cached_tokens
-            customized_info extra_key finished finished_len finished_reason grammar_wait_ct
+            customized_info extra_key finished finished_len finished_reason grammar grammar_key
+            grammar_wait_ct
             inflight_middle_chunks input_embeds kv last_node lock lora_id origin_input_ids
             output_ids positional_embed_overrides prefix_len priority reset_for_retract
             retraction_count return_logprob rid sampling_params seqlen session time_stats to_finish
             tokenizer
+        """,
+        "constrained.base_grammar_backend.BaseGrammarBackend": "cache executor",
+        "constrained.grammar_manager.GrammarManager": """
+            SGLANG_GRAMMAR_MAX_POLL_ITERATIONS SGLANG_GRAMMAR_POLL_INTERVAL grammar_backend
+            grammar_queue has_waiting_grammars
+        """,
+        "constrained.xgrammar_backend.XGrammarGrammarBackend": "_tokenizer_info grammar_compiler",
+        "managers.tokenizer_manager.TokenizerManager": """
+            _dispatch_to_scheduler _handle_abort_req is_pause is_pause_cond model_update_lock
+            rid_to_state set_internal_state
+        """,
+        "utils.aio_rwlock.RWLock": """
+            _cond _lock _readers _waiting_writers _writer_active release_reader
         """,
         "disaggregation.decode.DecodePreallocQueue": "queue retracted_queue",
         "distributed.parallel_state.GroupCoordinator": """

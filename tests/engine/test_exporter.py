@@ -56,6 +56,25 @@ def test_both_classes_are_counted(export, policy, overlap):
     assert_drained(engine)
 
 
+def test_what_no_client_gets_is_not_counted(export):
+    """SGLang computes a token for ``max_new_tokens: 0``, and a request of its own before the
+    samples of ``n``."""
+    config = {"slo": {"ttft_ms": 1e7, "tpot_ms": 1e7}}
+    engine, value = export(policy="hygen", config=config)
+    engine.submit("none", prompt(1, 40), max_new_tokens=0, priority=0)
+    engine.submit("before", prompt(2, 40), max_new_tokens=0, priority=0)
+    for rid in ("s1", "s2"):
+        engine.submit(rid, prompt(2, 40), max_new_tokens=5, priority=0)
+    for received in engine._inbox[-3:]:
+        received.sampling_params.n = 2
+    engine.run_until_idle(max_iterations=500)
+    assert value("output_tokens_total", **ONLINE) == 10
+    assert value("e2e_seconds_count", **ONLINE) == 3
+    assert value("ttft_seconds_count", **ONLINE) == value("tpot_seconds_count", **ONLINE) == 2
+    assert value("slo_met_total", target="all", **ONLINE) == 2
+    assert value("slo_met_total", target="ttft", **ONLINE) == 2
+
+
 def test_the_work_of_offline_requests_counts_once_they_have_ended(export):
     engine, value = export(policy="hygen")
     engine.submit("chat", prompt(1, 50), max_new_tokens=20, priority=0)

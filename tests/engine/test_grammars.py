@@ -1,5 +1,6 @@
 """Grammars are compiled in turn: one that takes long delays its own request only."""
 
+import itertools
 import logging
 import threading
 from concurrent.futures import Future
@@ -132,7 +133,7 @@ def test_online_grammars_come_first_and_owners_take_turns():
     futures = [grammars.submit(*one) for one in waiting]
     assert futures[5].cancel()  # n3: its client has left
     order = ["first", "n1", "n4", "n2", "f1", "f3", "f2"]
-    for name, following in zip(order, order[1:], strict=False):
+    for name, following in itertools.pairwise(order):
         grammars.gates[name].set()
         assert grammars.wait_begun() == following
     grammars.gates["f2"].set()

@@ -23,7 +23,7 @@ from tests.engine.test_offline_gate import send_limits
         (20_000, 50_000, 50_000),
         (20_000, 100_000, 80_000),  # a quarter of what is left is for offline requests
         (96_000, 120_000, 99_000),  # where online requests fill the memory that is little
-        (110_000, 120_000, 110_000),
+        (110_000, 120_000, 100_000),  # contexts that may come back: never more than the memory
     ],
 )
 def test_growth_of_the_demand_is_reserved_up_to_a_share_of_the_rest(
@@ -43,6 +43,8 @@ def test_the_reservation_of_echo_is_mean_and_deviations_of_what_online_requests_
     for second, num_tokens in enumerate((0, 300, 0)):
         manager.demand.sample(num_tokens, float(second))
     assert manager.online_reservation == pytest.approx(100 + 2 * 141.4, abs=1)
+    manager.demand.sample(10**9, 3.0)
+    assert manager.online_reservation == kv.port.kv_total(manager._scheduler)
 
 
 def test_if_the_eviction_list_fails_sglangs_order_is_used(make_engine):

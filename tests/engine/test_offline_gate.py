@@ -6,7 +6,13 @@ import pytest
 
 import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.core.view import OfflineLimits
-from cosched.engine.offline_gate import LET_GO, limits_from_message, limits_to_message
+from cosched.engine.offline_gate import (
+    HOLD,
+    LET_GO,
+    adapter_to_message,
+    limits_from_message,
+    limits_to_message,
+)
 from tests.engine.conftest import assert_drained, prompt, without_model
 
 POLICIES = ["sarathi", "hygen", "echo-bs+e+s"]
@@ -153,9 +159,50 @@ def test_letting_go_ends_all_offline_work_and_no_chat(make_engine, policy, overl
         assert_drained(engine)
 
 
+@pytest.mark.parametrize("is_paused", [False, True])
+def test_while_an_operation_waits_no_offline_request_begins_and_the_begun_ones_end(
+    make_engine, is_paused
+):
+    engine = make_engine(policy="hygen", max_running_requests=4)
+    gate = engine.scheduler.cosched_offline
+    submit_offline(engine, 8)
+
+    def begin(iteration):
+        if iteration == 12:
+            assert running_offline(engine) == 4
+            assert gate.set({HOLD: 1}) is False, "four have begun"
+            send_limits(engine, paused=is_paused)  # the operator's order does not end it
+
+    engine.run_until_idle(on_iteration=begin, max_iterations=2000)
+    assert len(engine.replies) == len(engine.scheduler.waiting_queue) == 4
+    assert gate.set({HOLD: 1}) is True
+    assert engine.scheduler.flush_cache(), "what waits in the pool is no work"
+    gate.set({HOLD: 0})
+    engine.run_until_idle(max_iterations=2000)
+    assert len(engine.replies) == (4 if is_paused else 8)
+
+
+def test_waiting_offline_requests_let_go_of_an_adapter_and_no_others(make_engine):
+    engine = make_engine(policy="hygen")
+    send_limits(engine, paused=True)
+    submit_offline(engine, 3)
+    engine.run_until_idle(max_iterations=100)
+    for req, lora_id in zip(list(engine.scheduler.waiting_queue), "aba", strict=True):
+        req.lora_id = lora_id
+    assert engine.scheduler.cosched_offline.set(adapter_to_message("a"))
+    engine.run_until_idle(max_iterations=100)
+    assert {rid: reply.finish_reason for rid, reply in engine.replies.items()} == {
+        "off0": "abort",
+        "off2": "abort",
+    }
+    assert "adapter of this request is being unloaded" in engine.replies["off0"].message
+
+
 def test_limits_are_refused_where_sglang_schedules(make_engine):
     engine = make_engine(policy="sglang")
-    assert not engine.scheduler.cosched_offline.set(limits_to_message(OfflineLimits(paused=True)))
+    gate = engine.scheduler.cosched_offline
+    assert not gate.set(limits_to_message(OfflineLimits(paused=True)))
+    assert not gate.set({HOLD: 1}), "operations wait for every request, as in SGLang"
 
 
 def test_a_setting_of_sglangs_still_is_sglangs(make_engine):

@@ -182,6 +182,10 @@ def test_a_paused_pool_waits_and_a_full_one_answers_429(guarded):
         assert httpx.get(f"{guarded.url}/health_generate", timeout=30).status_code == 200
         flush = {"headers": {"authorization": f"Bearer {GUARDED_ADMIN_KEY}"}, "timeout": 30}
         assert httpx.post(f"{guarded.url}/flush_cache", **flush).status_code == 200
+        weights = {"model_path": httpx.get(f"{guarded.url}/model_info").json()["model_path"]}
+        updated = httpx.post(f"{guarded.url}/update_weights_from_disk", json=weights, **flush)
+        assert updated.json()["success"], "an operation waits for the pool"
+        assert completion(guarded.url, "chat").status_code == 200
         assert not any(future.done() for future in waiting)
         assert order(guarded).status_code == 200
         assert [future.result().status_code for future in waiting] == [200] * GUARDED_POOL

@@ -46,6 +46,7 @@ class Front:
         self.app = app
         self.manager = manager
         self.text = "hi"
+        self.reason = {"type": "length", "length": 1}
         self.late = None
         """What the scheduler says of the TTFT target."""
         self.costs = None
@@ -91,6 +92,7 @@ def front(tiny_model):
     from cosched_patches.seam import install
 
     hooks = {http.read_body, http.render_messages, http.classify, http.check_values}
+    hooks |= {http.keep_status}
     install(seam for seam in http.SEAMS if seam.hook in hooks)
     # Of this one, only what it does before the server runs.
     http.prepare_app(None)
@@ -115,7 +117,7 @@ def front(tiny_model):
             "embedding": [0.5],
             "meta_info": {
                 "id": obj.rid,
-                "finish_reason": {"type": "length", "length": 1},
+                "finish_reason": front.reason,
                 "prompt_tokens": 1,
                 "completion_tokens": 1,
                 "cached_tokens": 0,
@@ -522,6 +524,28 @@ class TestClaims:
             assert response.headers["x-cosched-class"] == "offline"
             assert front.targets == [{"deadline_s": 60.0}]
         assert front.post(CHAT, priority=3).status_code == 200
+
+    @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES])
+    def test_what_the_operator_aborts_is_sent_again_if_it_is_the_servers_own(
+        self, front, monkeypatch, path
+    ):
+        from cosched.batch.jsonl.records import TryAgain, judge
+        from cosched.engine.front import own_request
+
+        monkeypatch.setattr(front, "reason", {"type": "abort", "message": "Aborted"})
+        transport = InProcessTransport(front.app, state=own_request(30.0))
+
+        async def ask():
+            async with httpx.AsyncClient(transport=transport, base_url="http://own") as client:
+                return await client.post(path, json=MINIMAL[path])
+
+        with embedding_model(front) if path == EMBEDDINGS else contextlib.nullcontext():
+            response = asyncio.run(ask())
+        assert response.status_code == 503 and "send it again" in response.text
+        verdict = judge(response)
+        assert isinstance(verdict, TryAgain) and verdict.failure is None
+        if path != EMBEDDINGS:
+            assert front.post(path).status_code == 200, "a client sees the finish reason"
 
     def test_no_key_stands_before_the_end_of_a_request(self, front, claiming):
         claiming(keys={"*": {"max_online": 0}})

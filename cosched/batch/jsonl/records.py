@@ -80,7 +80,7 @@ Outcome = Answer | Failure
 class TryAgain:
     """The line is to be sent again.
 
-    failure     the outcome once all retries are used; None: the line is not at fault and never fails
+    failure     the outcome once all retries are used; None: the line is not at fault, never fails
     is_aborted  the server answered, and aborted the request: an operator may have aborted all
     after_s     the server's Retry-After [s]
     """

@@ -25,7 +25,7 @@ reads_offline: ContextVar[bool] = ContextVar("reads_offline", default=False)
 """Whether the request that this task serves next is offline."""
 
 
-class ModelLock(RWLock):
+class ModelLock(RWLock):  # type: ignore[misc]
     """Stands for `TokenizerManager.model_update_lock`.
 
     A writer waits for online requests and for offline requests that have begun; those in the pool
@@ -36,6 +36,8 @@ class ModelLock(RWLock):
         """hold: tells the schedulers to begin no offline request (True), or to begin them again
         (False); returns whether none runs"""
         super().__init__()
+        self._readers = self._waiting_writers = 0
+        self._writer_active = False
         self._hold = hold
         self._num_offline = 0
         self._is_held = False

@@ -126,7 +126,8 @@ def num_output(req: Any) -> int:
 def is_before_samples(req: Any) -> bool:
     """Whether SGLang made this request itself, to have the prompt in the cache before the ``n``
     samples of it. No client gets it."""
-    return req.sampling_params.n > 1 and req.sampling_params.max_new_tokens == 0
+    params = req.sampling_params
+    return bool(params.n > 1 and params.max_new_tokens == 0)
 
 
 def end_with_error(scheduler: Any, req: Any, status: HTTPStatus, message: str) -> None:

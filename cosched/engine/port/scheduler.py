@@ -127,8 +127,8 @@ def parallel() -> Parallel:
 def num_local_schedulers(scheduler: Any) -> int:
     """Schedulers that share this machine: ranks, and replicas."""
     args = scheduler.server_args
-    num_replicas = 1 if args.enable_dp_attention else args.dp_size
-    return max(1, args.tp_size * args.pp_size // args.nnodes) * int(num_replicas)
+    num_ranks: int = max(1, args.tp_size * args.pp_size // args.nnodes)
+    return num_ranks if args.enable_dp_attention else num_ranks * int(args.dp_size)
 
 
 def rank_group(scheduler: Any) -> Any:

@@ -110,21 +110,23 @@ def test_the_reason_is_found_wherever_servers_put_it(fake, body, message, kept):
     assert (failure.message, failure.body) == (message, kept)
 
 
-@pytest.mark.parametrize(
-    ("accident", "failure"),
-    [
-        (Reply(status=500, body=b'{"message": "oops"}'), ("http_500", 500)),
-        (ABORTED, ("aborted", 200)),
-    ],
-    ids=["http_500", "aborted"],
-)
-def test_an_accident_in_the_server_is_retried_a_few_times(fake, accident, failure):
+def test_an_accident_in_the_server_is_retried_a_few_times(fake):
+    accident = Reply(status=500, body=b'{"message": "oops"}')
     fake.behave = failing_first(FAST.max_retries, accident)
     assert isinstance(send(fake)[0], Answer)
     fake.behave = lambda asked: accident
     [found] = send(fake, line(2))
-    assert (found.code, found.status) == failure
+    assert (found.code, found.status) == ("http_500", 500)
     assert fake.prompts().count(2) == 1 + FAST.max_retries
+
+
+def test_an_abort_by_the_operator_is_no_attempt_of_the_line(fake):
+    fake.behave = failing_first(3 * FAST.max_retries, ABORTED)
+    assert isinstance(send(fake)[0], Answer)
+    fake.behave = lambda asked: ABORTED
+    rules = RetryRules(max_wait_s=0.1, max_retries=3, base_s=0.01, cap_s=0.02)
+    [found] = send(fake, line(2), rules=rules)  # it is aborted again and again
+    assert (found.code, found.status) == ("aborted", 200)
 
 
 def test_an_answer_that_is_no_json_is_no_answer(fake):
