@@ -158,8 +158,8 @@ class OfflineGate:
         """The adapter cannot be unloaded before its requests have ended, and these may wait for
         longer than the operation should."""
         scheduler = self._scheduler
-        for req in [req for req in scheduler.waiting_queue if req.lora_id == lora_id]:
-            if _is_offline(req):
+        for req in list(scheduler.waiting_queue):
+            if _is_offline(req) and req.cosched.traits.adapter == lora_id:
                 port.take_out_unanswered(scheduler, req)
                 self._answer(req, HTTPStatus.SERVICE_UNAVAILABLE, _ADAPTER_MESSAGE)
 

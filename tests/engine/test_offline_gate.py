@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 import cosched.bootstrap  # noqa: F401  # before sglang
@@ -188,7 +190,7 @@ def test_waiting_offline_requests_let_go_of_an_adapter_and_no_others(make_engine
     submit_offline(engine, 3)
     engine.run_until_idle(max_iterations=100)
     for req, lora_id in zip(list(engine.scheduler.waiting_queue), "aba", strict=True):
-        req.lora_id = lora_id
+        req.cosched.traits = replace(req.cosched.traits, adapter=lora_id)
     assert engine.scheduler.cosched_offline.set(adapter_to_message("a"))
     engine.run_until_idle(max_iterations=100)
     assert {rid: reply.finish_reason for rid, reply in engine.replies.items()} == {

@@ -20,7 +20,16 @@ PORT = ROOT / "cosched" / "engine" / "port"
 # Modules that wrap a part of SGLang, as port modules do: the tree core, the HTTP server, the
 # command line, the CPU engine.
 TREE_CORE = {"tree_core", "host_core", "kv"}
-OUTSIDE = {"admin", "shutdown", "startup", "arguments", "options", "support", "cpu"}
+OUTSIDE = {
+    "admin",
+    "model_operations",
+    "shutdown",
+    "startup",
+    "arguments",
+    "options",
+    "support",
+    "cpu",
+}
 
 # What variables of these names hold, by the name of SGLang's class.
 NAMES = {
