@@ -6,6 +6,7 @@ is open; after that they stay rows if files are in a folder, and become files at
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -20,13 +21,16 @@ from cosched.batch.data import OPEN, File
 from cosched.batch.database import Database, batches, files, results
 from cosched.batch.errors import ApiError, not_found
 from cosched.batch.jsonl.lines import raw_lines
-from cosched.batch.jsonl.parquet import ParquetRows, is_parquet
+from cosched.batch.jsonl.parquet import ParquetRows, TooLargeError, is_parquet
 from cosched.batch.quota import check_new_file
 from cosched.batch.storage import FilesUnavailableError, Storage
 from cosched.errors import CoschedError
 
 _RESULTS_PER_PAGE = 200
 _BLOCK_BYTES = 1 << 20
+_DECODER_MB, _TIMES_FILE = 128, 4
+"""Memory to decode a Parquet file that may be accepted: of lines of 1 MB, pyarrow makes one page,
+which is there compressed and decompressed, and its values are copied."""
 
 
 def new_id(prefix: str) -> str:
@@ -41,24 +45,32 @@ def upload_blocks(content: BinaryIO, *, config: BatchesConfig) -> Iterator[bytes
         while block := content.read(_BLOCK_BYTES):
             yield block
         return
-    num_bytes = 0
     try:
-        rows = ParquetRows(content, max_group_bytes=config.max_file_bytes)
-        if rows.num_rows > config.max_lines:
-            raise ApiError(
-                f"a batch may have {config.max_lines} lines (batches.max_lines), and the Parquet "
-                f"file has {rows.num_rows} rows",
-                param="file",
-            )
-        for number, line in enumerate(rows.lines(), start=1):
-            num_bytes += len(line) + 1
-            if num_bytes > config.max_file_bytes:
-                raise too_large(config, f"; as JSONL, row {number} exceeds that")
-            yield line + b"\n"
+        memory_mb = _DECODER_MB + _TIMES_FILE * math.ceil(config.max_file_mb)
+        with ParquetRows(content, memory_mb=memory_mb) as rows:
+            yield from _decoded(rows, config)
+    except TooLargeError as error:
+        raise ApiError(str(error), status=413, param="file") from None
     except ApiError:
         raise
     except CoschedError as error:
         raise ApiError(str(error), param="file") from None
+
+
+def _decoded(rows: ParquetRows, config: BatchesConfig) -> Iterator[bytes]:
+    if rows.num_rows > config.max_lines:
+        raise ApiError(
+            f"a batch may have {config.max_lines} lines (batches.max_lines), and the Parquet "
+            f"file has {rows.num_rows} rows",
+            param="file",
+        )
+    num_left, number = config.max_file_bytes, 1
+    while block := rows.read(_BLOCK_BYTES):
+        number += block.count(b"\n", 0, num_left)
+        num_left -= len(block)
+        if num_left < 0:
+            raise too_large(config, f"; as JSONL, row {number} exceeds that")
+        yield block
 
 
 def too_large(config: BatchesConfig, more: str = "") -> ApiError:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import io
 import json
 import random
-import subprocess
-import sys
+import resource
+import tempfile
 
 import openai
 import pytest
 
 from cosched.batch.jsonl.errors import JobFileError
-from cosched.batch.jsonl.parquet import ParquetRows
+from cosched.batch.jsonl.parquet import ParquetRows, TooLargeError
 from cosched.run_batch import main as run_batch
 from tests.batch.api import line, lines
 
@@ -25,6 +25,15 @@ def parquet(rows, **options):
     pq.write_table(pa.Table.from_pylist(rows), file, write_statistics=False, **options)
     file.seek(0)
     return file
+
+
+def decoded(content, **limits):
+    """The lines, as the decoder writes them."""
+    with tempfile.TemporaryFile() as file:
+        file.write(content)
+        file.seek(0)
+        with ParquetRows(file, **limits) as rows:
+            return list(iter(lambda: rows.readline(-1), b""))
 
 
 def upload(api, file):
@@ -89,49 +98,58 @@ def test_limits(api, folder):
     with pytest.raises(openai.APIStatusError, match="as JSONL, row 3 exceeds") as error:
         upload(api, parquet(rows))
     assert error.value.status_code == 413
-    # 8 kB that are 50 kB when they are decompressed.
-    with pytest.raises(openai.BadRequestError, match=r"row group 1 .* the limit is 10000"):
-        upload(api, parquet([line("a", "x" * 50_000)], compression="gzip"))
     assert not list((folder / "files").iterdir())
 
 
-def test_without_pyarrow_it_is_said_what_is_missing(api, monkeypatch):
-    file = parquet([line("a")])
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
+def test_without_pyarrow_it_is_said_what_is_missing(api, monkeypatch, tmp_path):
+    (tmp_path / "pyarrow.py").write_text("raise ImportError('no')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(openai.BadRequestError, match=r"pip install 'cosched\[parquet\]'"):
-        upload(api, file)
+        upload(api, parquet([line("a")]))
 
 
-def test_memory_is_bounded_in_one_row_group_of_many_rows(tmp_path):
-    path = tmp_path / "in.parquet"
+TEXT = "A" * 50_000_000
+
+
+def bomb(column, value):
+    """A file of a few kilobytes, whose `column` holds the large value once for all of its rows."""
+    row = {**line("a"), "body": "{}", column: value}
+    fields = [(name, pa.large_string()) for name in ("custom_id", "method", "url")]
+    kind = pa.struct([("p", pa.list_(pa.large_string()))]) if column == "body" else pa.string()
+    table = pa.Table.from_pylist([row] * 2, pa.schema([*fields, ("body", kind)]))
+    file = io.BytesIO()
+    pq.write_table(table, file, write_statistics=False, compression="zstd")
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("column", ["custom_id", "body"])
+def test_a_file_that_decodes_to_more_than_its_budget_takes_memory_of_another_process(column):
+    content = bomb(column, {"p": [TEXT]} if column == "body" else TEXT)
+    assert len(content) < 50_000
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(TooLargeError, match="row 1 of the Parquet file takes more than 64 MB"):
+        decoded(content, memory_mb=64)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000
+
+
+def test_a_row_group_of_many_rows_is_decoded_a_few_rows_at_a_time():
     # Fixed chance, so that it cannot be compressed: 60 MB.
     words = random.Random(0)
     rows = [line(f"c{n}", words.randbytes(1500).hex()) for n in range(20_000)]
-    path.write_bytes(parquet(rows, use_dictionary=False).getvalue())
-    program = rf"""
-import pathlib, re, pyarrow.parquet
-from cosched.batch.jsonl.parquet import ParquetRows
-def peak():
-    return int(re.search(r"VmHWM:\s+(\d+)", pathlib.Path("/proc/self/status").read_text())[1])
-before = peak()
-with open({str(path)!r}, "rb") as file:
-    print(sum(1 for _ in ParquetRows(file).lines()), peak() - before)
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
-    num_rows, kilobytes = map(int, done.stdout.split())
-    assert num_rows == 20_000 and kilobytes < 48_000
+    content = parquet(rows, use_dictionary=False).getvalue()
+    assert len(decoded(content, memory_mb=64)) == 20_000
 
 
 def test_a_damaged_row_group_is_named_by_the_row_before_it():
-    good, rows = parquet([line("a")]), lines(200)
-    assert len(list(ParquetRows(good).lines())) == 1
+    rows = lines(200)
+    assert len(decoded(parquet([line("a")]).getvalue())) == 1
     content = parquet(rows, row_group_size=100, compression="none", use_dictionary=False)
     metadata = pq.ParquetFile(content).metadata
     start = metadata.row_group(1).column(0).data_page_offset
     damaged = bytearray(content.getvalue())
     damaged[start : start + 40] = b"\xff" * 40
-    with pytest.raises(JobFileError, match="cannot be read after row 64"):
-        list(ParquetRows(io.BytesIO(bytes(damaged))).lines())
+    with pytest.raises(JobFileError, match="cannot be read after row 96"):
+        decoded(damaged)
 
 
 def test_run_batch_gives_its_rows_to_the_server(api, tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, BinaryIO
+from typing import Any, Protocol
 
 import msgspec
 
@@ -66,7 +66,11 @@ class BadLine:
     param: str | None = None
 
 
-def raw_lines(file: BinaryIO, *, max_line_bytes: int) -> Iterator[RawLine]:
+class _Lines(Protocol):
+    def readline(self, num_bytes: int, /) -> bytes: ...
+
+
+def raw_lines(file: _Lines, *, max_line_bytes: int) -> Iterator[RawLine]:
     """Holds little more than `max_line_bytes` of one line in memory. The newline and the byte order
     mark do not count."""
     number = 0

@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, BinaryIO
+import os
+import signal
+import subprocess
+import sys
+from types import TracebackType
+from typing import BinaryIO, Self
 
 import msgspec
 
+from cosched.batch.jsonl import parquet_decoder
 from cosched.batch.jsonl.errors import JobFileError
 from cosched.errors import ConfigError
 
-COLUMNS = ("custom_id", "method", "url", "body")
 _MAGIC = b"PAR1"
-_ROWS_PER_BLOCK = 64
-_BUFFER_BYTES = 1 << 20
-_LINE_BREAKS = bytes.maketrans(b"\r\n", b"  ")
+_ERROR_BYTES = 1 << 16
+_ENVIRONMENT = {"MALLOC_ARENA_MAX": "1"}
+"""Each arena of glibc would take its share of the address space that is limited."""
+
+
+class TooLargeError(JobFileError):
+    """Decoding takes more memory or time than a file may take."""
+
+
+class _Start(msgspec.Struct):
+    rows: int
+
+
+class _Fault(msgspec.Struct):
+    kind: str
+    message: str
 
 
 def is_parquet(file: BinaryIO) -> bool:
@@ -24,97 +41,86 @@ def is_parquet(file: BinaryIO) -> bool:
     return magic == _MAGIC
 
 
-def line_of(row: Mapping[str, Any]) -> bytes:
-    """A row as a line of JSON without a line break; it is not checked.
-
-    A body is an object or its JSON text. Fields that are null are left out, because Parquet gives
-    each row the fields of all rows.
-    """
-    body = row.get("body")
-    if isinstance(body, str):
-        body = body.encode()
-    if isinstance(body, bytes):
-        # JSON has line breaks only between its tokens.
-        body = msgspec.Raw(body.translate(_LINE_BREAKS))
-    else:
-        body = _without_nulls(body)
-    entry = {name: row[name] for name in COLUMNS[:-1] if row.get(name) is not None}
-    return msgspec.json.encode({**entry, "body": body})
-
-
 class ParquetRows:
-    """The rows of an open Parquet file, read a few at a time however large its row groups are."""
+    """The rows of a Parquet file as lines of JSON, decoded by another process with a limit on its
+    memory and time (`parquet_decoder`): files of a few kilobytes may decode to gigabytes. Use it
+    as a context manager, which ends that process."""
 
-    def __init__(self, file: BinaryIO, *, max_group_bytes: int | None = None) -> None:
-        """max_group_bytes: the decompressed limit of a row group. JobFileError: the file cannot be
-        read or lacks columns; ConfigError: pyarrow is missing."""
+    def __init__(self, file: BinaryIO, *, memory_mb: int = 1000) -> None:
+        """`file` has a file descriptor. memory_mb: that decoding may take [MB of 1,000,000 bytes].
+        JobFileError: the file cannot be read or lacks columns;
+        TooLargeError; ConfigError: pyarrow is missing."""
+        stdin = file.fileno()  # before `flush`: only then is it a file that was in memory
+        file.flush()
+        self._memory_mb = memory_mb
+        self._decoder = subprocess.Popen(
+            # The folder of the program has modules whose names others have too: it is not searched.
+            [sys.executable, "-P", parquet_decoder.__file__, str(memory_mb)],
+            stdin=stdin,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, **_ENVIRONMENT},
+        )
+        assert self._decoder.stdout is not None
+        self._lines = self._decoder.stdout
         try:
-            from pyarrow import ArrowException, parquet, types
-        except ImportError as error:
-            raise ConfigError(
-                f"a Parquet file needs pyarrow ({error}): pip install 'cosched[parquet]', or "
-                "give the lines as JSONL"
+            start = self.readline(-1)
+            self.num_rows = msgspec.json.decode(start, type=_Start).rows if start else 0
+        except BaseException:
+            self.close()
+            raise
+
+    def read(self, num_bytes: int) -> bytes:
+        """At most this much of what is left, b"" at the end. JobFileError: the file is damaged;
+        TooLargeError."""
+        found = self._lines.read(num_bytes)
+        if not found:
+            self._check_end()
+        return found
+
+    def readline(self, num_bytes: int) -> bytes:
+        """As `read`, up to the end of a line."""
+        found = self._lines.readline(num_bytes)
+        if not found:
+            self._check_end()
+        return found
+
+    def close(self) -> None:
+        self._decoder.kill()
+        self._decoder.wait()
+        for pipe in (self._decoder.stdout, self._decoder.stderr):
+            assert pipe is not None
+            pipe.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _check_end(self) -> None:
+        assert self._decoder.stderr is not None
+        said = self._decoder.stderr.read(_ERROR_BYTES)
+        code = self._decoder.wait()
+        if not code:
+            return
+        if code == -signal.SIGXCPU:
+            raise TooLargeError(
+                f"the Parquet file takes more than {parquet_decoder.CPU_S} s to decode"
+            )
+        try:
+            fault = msgspec.json.decode(said, type=_Fault)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            # Where C++ cannot report that memory is missing, it ends the process.
+            raise TooLargeError(
+                f"the Parquet file cannot be decoded with {self._memory_mb} MB of memory"
             ) from None
-        self._faults: tuple[type[Exception], ...] = (ArrowException, OSError, TypeError, ValueError)
-        try:
-            schema = parquet.read_schema(file)
-            file.seek(0)
-            # As dictionaries, values that many rows repeat are held once.
-            texts = [name for name in schema.names if types.is_string(schema.field(name).type)]
-            self._file = parquet.ParquetFile(
-                file,
-                read_dictionary=[name for name in texts if name in COLUMNS],
-                buffer_size=_BUFFER_BYTES,
-                pre_buffer=False,
-            )
-        except self._faults as error:
-            raise _unreadable(error) from None
-        missing = [name for name in COLUMNS if name not in schema.names]
-        if missing:
-            raise JobFileError(
-                f"the Parquet file has no column {' and no '.join(missing)}; each row has "
-                f"{', '.join(COLUMNS)}"
-            )
-        metadata = self._file.metadata
-        self.num_rows: int = metadata.num_rows
-        for number in range(metadata.num_row_groups if max_group_bytes is not None else 0):
-            group = metadata.row_group(number)
-            columns = [group.column(index) for index in range(group.num_columns)]
-            num_bytes = sum(
-                column.total_uncompressed_size
-                for column in columns
-                if column.path_in_schema.split(".")[0] in COLUMNS
-            )
-            if num_bytes > max_group_bytes:
-                raise JobFileError(
-                    f"row group {number + 1} of the Parquet file has {num_bytes} bytes "
-                    f"decompressed; the limit is {max_group_bytes}"
-                )
-
-    def lines(self) -> Iterator[bytes]:
-        """Each row, as `line_of`. JobFileError: the file is damaged."""
-        number = 0
-        try:
-            blocks = self._file.iter_batches(
-                batch_size=_ROWS_PER_BLOCK, columns=list(COLUMNS), use_threads=False
-            )
-            for block in blocks:
-                columns = {name: block.column(name) for name in COLUMNS}
-                for index in range(block.num_rows):
-                    number += 1
-                    yield line_of({name: found[index].as_py() for name, found in columns.items()})
-        except self._faults as error:
-            raise _unreadable(error, after=number) from None
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
-    if isinstance(value, list):
-        return [_without_nulls(inner) for inner in value]
-    return value
-
-
-def _unreadable(error: BaseException, *, after: int = 0) -> JobFileError:
-    where = f" after row {after}" if after else ""
-    return JobFileError(f"the Parquet file cannot be read{where}: {error}")
+        if fault.kind == parquet_decoder.CONFIG:
+            raise ConfigError(fault.message)
+        kind = TooLargeError if fault.kind == parquet_decoder.TOO_LARGE else JobFileError
+        raise kind(fault.message)

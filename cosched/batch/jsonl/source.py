@@ -90,7 +90,8 @@ def read_source(path: str) -> Source:
             num_lines = num_newlines + (not last.endswith(b"\n"))
             file.seek(0)
             if is_parquet(file):
-                num_lines = ParquetRows(file).num_rows
+                with ParquetRows(file) as rows:
+                    num_lines = rows.num_rows
     except OSError as error:
         raise JobFileError(f"cannot read the input {path}: {error.strerror}") from error
     return Source(
@@ -107,8 +108,8 @@ def input_lines(file: BinaryIO, *, max_line_bytes: int) -> Iterator[RawLine]:
     if not is_parquet(file):
         yield from raw_lines(file, max_line_bytes=max_line_bytes)
         return
-    for number, data in enumerate(ParquetRows(file).lines(), start=1):
-        yield RawLine(number=number, data=data if len(data) <= max_line_bytes else None)
+    with ParquetRows(file) as rows:
+        yield from raw_lines(rows, max_line_bytes=max_line_bytes)
 
 
 def _regular_file(path: str) -> os.stat_result:
