@@ -26,6 +26,8 @@ class Status(StrEnum):
 
 OPEN = (Status.VALIDATING, Status.IN_PROGRESS, Status.FINALIZING, Status.CANCELLING)
 """The statuses that are not final."""
+WITH_LINES = (Status.VALIDATING, Status.IN_PROGRESS)
+"""Those with lines to be sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import sqlalchemy as sa
@@ -33,8 +33,14 @@ _UPGRADES: dict[int, tuple[str, ...]] = {
 }
 """Version -> the SQL statements that make its tables those of the next."""
 
-_BUSY_TIMEOUT_MS = 30_000
+_LOCK_S = 5
+"""For a lock: of rows, of tables, or of SQLite's one writer."""
+_STATEMENT_S = 60
+"""For a statement of PostgreSQL; the longest delete the lines of an ended batch."""
 _CONNECT_TIMEOUT_S = 10
+_CONNECTIONS, _MORE_CONNECTIONS = 12, 3
+"""That are kept, one for each thread of the service and of the feeder, and what may be beside."""
+_TIMEOUTS = f"-c lock_timeout={_LOCK_S}s -c statement_timeout={_STATEMENT_S}s"
 _TABLES_LOCK, _QUOTAS_LOCK = 0x636F7363686564, 0x636F7363686565
 """Advisory locks of PostgreSQL: for changes of tables, and for counting what a tenant has."""
 
@@ -206,22 +212,26 @@ class Database:
         self.is_shared = made.get_backend_name() == "postgresql"
         # SQLite has one writer at a time. Waiting here is fairer than in its busy handler, and no
         # transaction fails because another wrote after it had read.
-        self._writer: AbstractContextManager[Any] = (
-            nullcontext() if self.is_shared else threading.Lock()
-        )
+        self._writer = None if self.is_shared else threading.Lock()
+        options: dict[str, Any] = {
+            "pool_size": _CONNECTIONS,
+            "max_overflow": _MORE_CONNECTIONS,
+            "pool_timeout": _LOCK_S,
+            "hide_parameters": True,  # of errors: they are clients' data
+        }
         if self.is_shared:
-            if "connect_timeout" not in made.query:
-                made = made.update_query_dict({"connect_timeout": str(_CONNECT_TIMEOUT_S)})
+            given = {"connect_timeout": str(_CONNECT_TIMEOUT_S), "options": _TIMEOUTS}
+            made = made.update_query_dict(given | dict(made.query))
             try:
-                # Closed connections are replaced. Errors hide parameters, which are clients' data.
-                self._engine = sa.create_engine(made, pool_pre_ping=True, hide_parameters=True)
+                # Closed connections are replaced.
+                self._engine = sa.create_engine(made, pool_pre_ping=True, **options)
             except ImportError as error:
                 raise ConfigError(
                     f"batches.url names PostgreSQL, which needs psycopg ({error}): "
                     "pip install 'cosched[postgres]'"
                 ) from None
         else:
-            self._engine = sa.create_engine(made, hide_parameters=True)
+            self._engine = sa.create_engine(made, **options)
             sa.event.listen(self._engine, "connect", _prepare_sqlite)
             sa.event.listen(self._engine, "begin", lambda it: it.exec_driver_sql("BEGIN"))
         try:
@@ -245,8 +255,20 @@ class Database:
         """A transaction. On a shared store other servers write at the same time: rows that are read
         to be changed are read ``FOR UPDATE``, batches first (in the order of their ids), then their
         lines."""
-        with _store_errors(), self._writer, self._engine.begin() as connection:
+        with _store_errors(), self._alone(), self._engine.begin() as connection:
             yield connection
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        if self._writer is None:
+            yield
+            return
+        if not self._writer.acquire(timeout=_LOCK_S):
+            raise StoreUnavailableError(f"another thread writes for more than {_LOCK_S} s")
+        try:
+            yield
+        finally:
+            self._writer.release()
 
     def keep_others_from_adding_files(self, connection: sa.Connection) -> None:
         """Until the end of the transaction."""
@@ -264,6 +286,9 @@ class Database:
     def _make_tables(self) -> None:
         with self.write() as connection:
             if self.is_shared:
+                # Another server may be upgrading large tables, or this one.
+                connection.exec_driver_sql("SET LOCAL lock_timeout = 0")
+                connection.exec_driver_sql("SET LOCAL statement_timeout = 0")
                 connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_TABLES_LOCK)))
             _metadata.create_all(connection)
             found = connection.execute(sa.select(store_row.c.version)).scalar()
@@ -309,4 +334,4 @@ def _prepare_sqlite(connection: Any, record: Any) -> None:
     # A killed process loses nothing. A crash of the machine may lose the last transactions; their
     # lines are sent again.
     connection.execute("PRAGMA synchronous=NORMAL")
-    connection.execute(f"PRAGMA busy_timeout={_BUSY_TIMEOUT_MS}")
+    connection.execute(f"PRAGMA busy_timeout={_LOCK_S * 1000}")

@@ -18,17 +18,18 @@ from functools import partial
 from typing import Any, BinaryIO
 
 from cosched.batch.config import BatchesConfig
-from cosched.batch.data import Batch, Finished, Status
+from cosched.batch.data import WITH_LINES, Batch, Finished, Status
 from cosched.batch.errors import Redaction, StoreUnavailableError
 from cosched.batch.files import FileStore
-from cosched.batch.forecast import Demand, Forecast, Outlook, OutlookState, forecasts_of, shares
-from cosched.batch.ingest import LineRules, ServedModels, validate
+from cosched.batch.forecast import Demand, Forecast, Outlook, forecasts_of, outlooks_of, shares
+from cosched.batch.ingest import LineRules, ServedModels, ValidationTurns, validate
 from cosched.batch.jsonl.client import Client
 from cosched.batch.jsonl.lines import BadLine, RequestLine
 from cosched.batch.jsonl.records import Answer, Failure
 from cosched.batch.rate import Ended, Progress, Rate, RateMeter, past_rate
-from cosched.batch.storage import FilesUnavailableError
+from cosched.batch.storage import FailureLog, FilesUnavailableError
 from cosched.batch.store import BatchStore, records_of
+from cosched.batch.threads import FairSlots, FairThreads
 from cosched.limits.api_keys import ApiKeys
 from cosched.limits.bounds import Scope
 
@@ -45,7 +46,6 @@ _PROGRESS_S = 2.0
 """Between two requests for the progress of the schedulers."""
 _SWEEP_S = 60.0
 _RETRY_S = 1.0
-_LOG_S = 60.0
 _MAX_BYTES = 256 << 20
 """Of all lines in flight together; one line always fits."""
 _CLOSED_PER_TRANSACTION = 500
@@ -53,7 +53,7 @@ _MIN_DEADLINE_S = 1.0
 _BEATS_PER_LEASE = 3
 _MAX_AHEAD = 512
 _PAST_BATCHES = 8
-_WITH_LINES = (Status.VALIDATING, Status.IN_PROGRESS)
+_NUM_THREADS, _THREADS_PER_WORK = 6, 2
 _SHARES_AHEAD = 4
 """On a shared store a server sets aside a quarter of its part of what is left: all end together."""
 
@@ -103,6 +103,7 @@ class Feeder:
         self.num_servers = 1
         """Live servers that share the store."""
         self._wake = asyncio.Event()
+        self._lookers: list[asyncio.Future[None]] = []
         self.finished: Counter[str] = Counter()
         """Since the start: answered and failed lines, input and output tokens."""
         self._in_flight: dict[str, dict[int, _InFlight]] = defaultdict(dict)
@@ -112,10 +113,11 @@ class Feeder:
         self._validation: asyncio.Task[None] | None = None
         self._not_validated: set[str] = set()
         """Batches whose validation raised an error: others come before them."""
+        self._turns = ValidationTurns()
         self._endings: dict[str, asyncio.Task[None]] = {}
-        self._is_store_unavailable = False
-        self._clock = clock
-        self._next_log_s = float("-inf")
+        self.failures = FailureLog(clock)
+        slots = FairSlots(_NUM_THREADS, per_key=_THREADS_PER_WORK)
+        self._run = FairThreads("cosched-feeder", slots).run  # by kind of work
 
     @property
     def num_in_flight(self) -> int:
@@ -124,6 +126,13 @@ class Feeder:
     def wake(self) -> None:
         """There is something new in the store."""
         self._wake.set()
+
+    async def look(self, most_s: float) -> None:
+        """There is something new in the store. Returns when forecasts know it, or then [s]."""
+        looked = asyncio.get_running_loop().create_future()
+        self._lookers.append(looked)
+        self.wake()
+        await asyncio.wait([looked], timeout=most_s)
 
     async def run(self) -> None:
         """Feed the server. When cancelled, write what is finished; lines in flight are sent again
@@ -144,7 +153,7 @@ class Feeder:
             await asyncio.gather(*left, return_exceptions=True)
             try:
                 await self._flush()
-                await asyncio.to_thread(self._store.leave, self._name)
+                await self._run("end", self._store.leave, self._name)
             except StoreUnavailableError as error:
                 logger.warning("batches: %s; lines without a result are sent again", error.for_log)
 
@@ -152,26 +161,26 @@ class Feeder:
         while True:
             try:
                 lease_s = self._config.lease_s
-                await asyncio.to_thread(self._store.join, self._name, lease_s=lease_s)
+                await self._run("beat", self._store.join, self._name, lease_s=lease_s)
                 return
             except Exception as error:
-                self.log_failure(error, "cannot begin")
+                self.failures.add(error, "cannot begin")
                 await asyncio.sleep(_RETRY_S)
 
     async def _load_past_rate(self) -> None:
         """The rate of recent batches, for as long as nothing is measured."""
         try:
-            ended = await asyncio.to_thread(self._store.latest_answered, limit=_PAST_BATCHES)
+            ended = await self._run("step", self._store.latest_answered, limit=_PAST_BATCHES)
             self._past_rate = past_rate(ended)
         except StoreUnavailableError as error:
-            self.log_failure(error, "the rate of earlier batches is not known")
+            self.failures.add(error, "the rate of earlier batches is not known")
 
     async def _beat(self) -> None:
         """Send heartbeats to the other servers of a shared store."""
         lease_s = self._config.lease_s
         while True:
             try:
-                num_alive = await asyncio.to_thread(self._store.beat, self._name, lease_s=lease_s)
+                num_alive = await self._run("beat", self._store.beat, self._name, lease_s=lease_s)
                 if not num_alive:
                     logger.warning(
                         "batches: this server sent no heartbeat for batches.lease_s (%g s); others "
@@ -182,7 +191,7 @@ class Feeder:
                     await self._join()
                 self.num_servers = max(num_alive, 1)
             except Exception as error:
-                self.log_failure(error, "cannot send a heartbeat")
+                self.failures.add(error, "cannot send a heartbeat")
             await asyncio.sleep(lease_s / _BEATS_PER_LEASE)
 
     async def _drop(self, names: Sequence[str]) -> None:
@@ -200,32 +209,14 @@ class Feeder:
             self._wake.clear()
             try:
                 await self._step()
-                if self._is_store_unavailable:
-                    logger.warning("batches: the store is back")
-                    self._is_store_unavailable = False
+                self.failures.over()
             except Exception as error:
                 # For example a full disk: nothing has changed, and it is tried again.
-                self.log_failure(error, "cannot continue")
+                self.failures.add(error, "cannot continue")
                 await asyncio.sleep(_RETRY_S)
             with suppress(TimeoutError):
                 async with asyncio.timeout(_STEP_S):
                     await self._wake.wait()
-
-    def log_failure(self, error: Exception, what: str) -> None:
-        """Log a failure that is tried again: of the database once, of the files once a minute."""
-        if not isinstance(error, StoreUnavailableError):
-            logger.error("batches: %s; trying again", what, exc_info=error)
-            return
-        if isinstance(error, FilesUnavailableError):
-            # When they are back is not noticed as long as no file is needed.
-            if self._clock() < self._next_log_s:
-                return
-            self._next_log_s = self._clock() + _LOG_S
-        elif self._is_store_unavailable:
-            return
-        else:
-            self._is_store_unavailable = True
-        logger.warning("batches: %s; retrying until it works: %s", what, error.for_log)
 
     async def _follow(self) -> None:
         """Ask for the progress of the lines in flight."""
@@ -239,44 +230,38 @@ class Feeder:
             await asyncio.sleep(_PROGRESS_S)
 
     async def _step(self) -> None:
-        await asyncio.to_thread(self._store.expire_due)
-        found = await asyncio.to_thread(self._store.open)
+        lookers, self._lookers = self._lookers, []
+        await self._run("step", self._store.expire_due)
+        found = await self._run("step", self._store.open)
         self._not_validated.intersection_update(batch.id for batch in found)
-        for batch in sorted(found, key=lambda batch: batch.id in self._not_validated):
+        waiting = []
+        for batch in found:
             if batch.ending is not None and batch.id not in self._endings:
                 self._endings[batch.id] = asyncio.create_task(self._end(batch))
-            elif (
-                batch.status is Status.VALIDATING
-                and self._validation is None
-                and batch.validated_by in (None, self._name)
-            ):
-                self._validation = asyncio.create_task(self._validate(batch))
-        self._forecasts = await asyncio.to_thread(self._forecasts_of, found)
+            elif batch.status is Status.VALIDATING and batch.validated_by in (None, self._name):
+                waiting.append(batch)
+        if waiting and self._validation is None:
+            # Those that raised an error come last.
+            fresh = [batch for batch in waiting if batch.id not in self._not_validated]
+            self._validation = asyncio.create_task(
+                self._validate(self._turns.next(fresh or waiting))
+            )
+        self._forecasts = await self._run("step", self._forecasts_of, found)
+        for looked in lookers:
+            looked.set_result(None)
         await self._refill([batch for batch in found if batch.status is Status.IN_PROGRESS])
         self._meter.look(0 if self._is_paused() else self.num_in_flight)
         self.rate = self._meter.rate()
 
     def outlooks(self, found: Sequence[Batch], *, taken: Mapping[str, int]) -> dict[str, Outlook]:
         """Of batches with lines to send. For any thread. `taken`: batch -> lines in flight."""
-        names = [batch.id for batch in found if batch.status in _WITH_LINES]
-        known: Mapping[str, Forecast] = {}
-        if self._is_paused() and self.num_servers == 1:
-            state = OutlookState.PAUSED
-        else:
-            known = self._forecasts  # of the last step, unless a batch is newer
-            if not known.keys() >= set(names):
-                known = self._forecasts_of(found)
-            state = OutlookState.MEASURED if known else OutlookState.ESTIMATING
-        done = self._meter.progress.done_of(self.num_in_flight)
-        return {
-            name: Outlook(
-                state=state,
-                num_running=taken.get(name, 0),
-                running_done=done,
-                forecast=known.get(name),
-            )
-            for name in names
-        }
+        return outlooks_of(
+            found,
+            # Of the last step: to look at all open batches takes long where there are many.
+            None if self._is_paused() and self.num_servers == 1 else self._forecasts,
+            taken=taken,
+            done=self._meter.progress.done_of(self.num_in_flight),
+        )
 
     def _forecasts_of(self, found: Sequence[Batch]) -> dict[str, Forecast]:
         """Of batches that have not ended; {} if no rate is known."""
@@ -290,7 +275,7 @@ class Feeder:
             for name, lines in list(self._in_flight.items())
         }
         return forecasts_of(
-            [batch for batch in found if batch.status in _WITH_LINES],
+            [batch for batch in found if batch.status in WITH_LINES],
             now=self._store.now(),
             sizes=sizes,
             meter=self._meter,
@@ -311,11 +296,11 @@ class Feeder:
         try:
             await self._update_models()
             read = partial(validate, store=self._store, files=self._files, server=self._name)
-            await asyncio.to_thread(read, batch, rules=self._rules)
+            await self._run("validate", read, batch, rules=self._rules)
             self._not_validated.discard(batch.id)
         except Exception as error:
             self._not_validated.add(batch.id)
-            self.log_failure(error, f"cannot validate {batch.id}")
+            self.failures.add(error, f"cannot validate {batch.id}")
             await asyncio.sleep(_RETRY_S)
         finally:
             self._validation = None
@@ -326,19 +311,19 @@ class Feeder:
         this with its lines; the last one ends the batch."""
         try:
             await self._drop([batch.id])
-            await asyncio.to_thread(self._store.release, batch.id, server=self._name)
-            while await asyncio.to_thread(
-                self._store.close_lines, batch.id, limit=_CLOSED_PER_TRANSACTION
+            await self._run("end", self._store.release, batch.id, server=self._name)
+            while await self._run(
+                "end", self._store.close_lines, batch.id, limit=_CLOSED_PER_TRANSACTION
             ):
                 pass
-            if await asyncio.to_thread(self._finish, batch.id):
+            if await self._run("end", self._finish, batch.id):
                 await self._load_past_rate()
                 with suppress(FilesUnavailableError):  # a later sweep removes them
-                    await asyncio.to_thread(self._files.sweep)
+                    await self._run("end", self._files.sweep)
             else:
                 await asyncio.sleep(_STEP_S)
         except Exception as error:
-            self.log_failure(error, f"cannot end {batch.id}")
+            self.failures.add(error, f"cannot end {batch.id}")
             await asyncio.sleep(_RETRY_S)
         finally:
             self._endings.pop(batch.id, None)
@@ -354,7 +339,7 @@ class Feeder:
         if not found or self.num_in_flight > self._config.low_watermark:
             return
         demands = []
-        taken = await asyncio.to_thread(self._store.num_taken)
+        taken = await self._run("step", self._store.num_taken)
         for batch in found:
             if not self._keys.may_have_batches(batch.owner):
                 continue
@@ -384,7 +369,7 @@ class Feeder:
             if max_bytes <= 0:
                 return
             try:
-                lines = await asyncio.to_thread(self._take, batch, limit, max_bytes)
+                lines = await self._run("step", self._take, batch, limit, max_bytes)
             except FilesUnavailableError as error:
                 away = error  # files of other batches may be copied here already
                 continue
@@ -467,7 +452,7 @@ class Feeder:
             try:
                 await self._flush()
             except Exception as error:
-                self.log_failure(error, "cannot write results")
+                self.failures.add(error, "cannot write results")
                 await asyncio.sleep(_RETRY_S)
                 self._has_finished.set()
             if self.num_in_flight <= self._config.low_watermark:
@@ -479,7 +464,7 @@ class Feeder:
             group = list(self._finished)
             if not group:
                 return
-            await asyncio.to_thread(self._store.finish, group)
+            await self._run("results", self._store.finish, group)
             del self._finished[: len(group)]
             for one in group:
                 self.finished["answered" if one.is_answer else "failed"] += 1
@@ -492,8 +477,8 @@ class Feeder:
             try:
                 if self._config.keep_ended_days is not None:
                     kept_s = self._config.keep_ended_days * 86400
-                    await asyncio.to_thread(self._store.remove_ended, kept_s=kept_s)
-                await asyncio.to_thread(self._files.sweep)
+                    await self._run("sweep", self._store.remove_ended, kept_s=kept_s)
+                await self._run("sweep", self._files.sweep)
             except Exception as error:
-                self.log_failure(error, "cannot remove what has expired")
+                self.failures.add(error, "cannot remove what has expired")
             await asyncio.sleep(_SWEEP_S)

@@ -19,7 +19,7 @@ from heapq import heapify, heappop, heappush
 from itertools import accumulate
 from statistics import NormalDist
 
-from cosched.batch.data import Batch
+from cosched.batch.data import WITH_LINES, Batch
 from cosched.batch.rate import OUTPUT_TOKEN, Rate, RateMeter, Replies, Running, octave, work_of
 from cosched.core.shares import Share
 
@@ -292,6 +292,32 @@ class Outlook:
     num_running: int
     running_done: float
     forecast: Forecast | None
+
+
+def outlooks_of(
+    found: Sequence[Batch],
+    forecasts: Mapping[str, Forecast] | None,
+    *,
+    taken: Mapping[str, int],
+    done: float,
+) -> dict[str, Outlook]:
+    """Of batches with lines to send.
+
+    forecasts  None: the operator pauses offline work
+    taken      batch -> lines in flight
+    done       `Outlook.running_done`
+    """
+    states = {True: OutlookState.MEASURED, False: OutlookState.ESTIMATING}
+    known = forecasts or {}
+    return {
+        name: Outlook(
+            state=OutlookState.PAUSED if forecasts is None else states[name in known],
+            num_running=taken.get(name, 0),
+            running_done=done,
+            forecast=known.get(name),
+        )
+        for name in (batch.id for batch in found if batch.status in WITH_LINES)
+    }
 
 
 def forecasts_of(

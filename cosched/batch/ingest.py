@@ -30,6 +30,8 @@ CHUNK_BYTES, MAX_CHUNKS = 256, 64
 """Of the prompt, in a prefix key: 16 KiB."""
 _CHUNK_DIGEST_BYTES = 4
 _LINES_PER_PAGE = 500
+_BATCH_BYTES = 1 << 16
+"""As which a batch counts beside its bytes, where keys take turns."""
 _ANY_MODEL_NAME = "default"
 """SGLang's name for the served model, whatever its name."""
 
@@ -158,6 +160,25 @@ class LineRules:
             message = f"the input file cannot be read: {error.strerror}"
             return [_bad(line, "input_unreadable", message, None) for line in taken]
         return found
+
+
+class ValidationTurns:
+    """Whose file is validated next: keys take turns, however many files wait of each."""
+
+    def __init__(self) -> None:
+        self._num_bytes: dict[str, int] = {}
+        """Owner with waiting batches -> bytes of those that had a turn."""
+
+    def next(self, waiting: Sequence[Batch]) -> Batch:
+        """The first batch of the owner of whose files the fewest bytes were validated since all of
+        these owners wait."""
+        owners = {batch.owner for batch in waiting}
+        known = [self._num_bytes[owner] for owner in owners if owner in self._num_bytes]
+        least = min(known, default=0)
+        self._num_bytes = {owner: self._num_bytes.get(owner, least) for owner in owners}
+        chosen = min(waiting, key=lambda batch: self._num_bytes[batch.owner])
+        self._num_bytes[chosen.owner] += chosen.num_bytes + _BATCH_BYTES
+        return chosen
 
 
 def validate(

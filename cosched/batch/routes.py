@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import replace
 from itertools import chain
@@ -96,6 +95,7 @@ class _Routes:
         self._isolate_keys = isolate_keys
         self._files = service.files
         self._store = service.store
+        self._threads = service.threads
 
     def _owner(self, request: Request) -> str | None:
         """The owner whose files and batches a request may see; None: all."""
@@ -103,9 +103,13 @@ class _Routes:
             return None
         return self._service.config.owner_of(presented_key(request.headers))
 
+    def _key(self, request: Request) -> str:
+        """The owner whose threads and uploads a request takes, also where all see all files."""
+        return self._service.config.owner_of(presented_key(request.headers))
+
     async def metrics(self, request: Request) -> Response:
         read = self._service.snapshot()
-        text = await asyncio.to_thread(lambda: exposition(read()))
+        text = await self._threads.run(None, lambda: exposition(read()))
         return Response(text, media_type="text/plain; version=0.0.4")
 
     async def upload(self, request: Request) -> Response:
@@ -118,7 +122,8 @@ class _Routes:
                 raise ApiError(f"purpose must be 'batch', not {purpose!r}", param="purpose")
             if (content.size or 0) > self._service.config.max_file_bytes:
                 raise too_large(self._service.config)
-            file = await asyncio.to_thread(
+            file = await self._threads.run_long(
+                self._key(request),
                 self._files.add,
                 upload_blocks(content.file, config=self._service.config),
                 owner=self._owner(request) or "",
@@ -163,7 +168,8 @@ class _Routes:
         order = query.get("order", "desc")
         if order not in ("asc", "desc"):
             raise ApiError(f"order must be asc or desc, not {order!r}", param="order")
-        found, has_more = await asyncio.to_thread(
+        found, has_more = await self._threads.run(
+            self._key(request),
             self._files.page,
             owner=self._owner(request),
             purpose=query.get("purpose"),
@@ -178,23 +184,24 @@ class _Routes:
 
     async def delete_file(self, request: Request) -> Response:
         name = request.path_params["id"]
-        await asyncio.to_thread(self._files.delete, name, owner=self._owner(request))
+        owner = self._owner(request)
+        await self._threads.run(self._key(request), self._files.delete, name, owner=owner)
         return _json({"id": name, "object": "file", "deleted": True})
 
     async def content(self, request: Request) -> Response:
         file = await self._file(request)
-        blocks = self._files.content(file)
-        first = await asyncio.to_thread(next, blocks, b"")  # an error must come before the status
+        key, blocks = self._key(request), self._files.content(file)
+        # An error must come before the status.
+        first = await self._threads.run(key, next, blocks, b"")
         return StreamingResponse(
-            chain([first], blocks),  # Starlette reads it in a thread
+            self._threads.each(key, chain([first], blocks)),
             media_type="application/jsonl",
             headers={"content-length": str(file.num_bytes)},
         )
 
     async def _file(self, request: Request) -> Any:
-        return await asyncio.to_thread(
-            self._files.get, request.path_params["id"], owner=self._owner(request)
-        )
+        name, owner = request.path_params["id"], self._owner(request)
+        return await self._threads.run(self._key(request), self._files.get, name, owner=owner)
 
     async def create(self, request: Request) -> Response:
         if not self._service.keys.may_be_offline(hex_digest(presented_key(request.headers))):
@@ -203,9 +210,9 @@ class _Routes:
                 "it may have no batches",
                 status=403,
             )
-        owner = self._owner(request)
-        asked = new_batch(await request.body(), owner=self._owner(request) or "")
-        file = await asyncio.to_thread(self._files.get, asked.input_file_id, owner=owner)
+        owner, key = self._owner(request), self._key(request)
+        asked = new_batch(await request.body(), owner=owner or "")
+        file = await self._threads.run(key, self._files.get, asked.input_file_id, owner=owner)
         if file.purpose != "batch":
             raise ApiError(
                 f"input_file_id must be of a file with purpose 'batch', not {file.purpose!r}",
@@ -214,14 +221,15 @@ class _Routes:
         asked = replace(asked, num_bytes=file.num_bytes)
         if self._service.config.quota.max_waiting_lines is not None:
             most = self._service.config.max_line_bytes
-            num_lines = await asyncio.to_thread(self._files.num_lines, file.id, max_line_bytes=most)
+            count = self._files.num_lines
+            num_lines = await self._threads.run_long(key, count, file.id, max_line_bytes=most)
             asked = replace(asked, num_lines=num_lines)
-        batch = await asyncio.to_thread(self._store.create, asked)
-        self._service.wake()
-        return await self._shown(batch)
+        batch = await self._threads.run(key, self._store.create, asked)
+        await self._service.look()
+        return await self._shown(key, batch)
 
-    async def _shown(self, batch: Batch) -> Response:
-        outlooks = await asyncio.to_thread(self._service.outlooks)
+    async def _shown(self, key: str, batch: Batch) -> Response:
+        outlooks = await self._threads.run(key, self._service.outlooks, [batch])
         return _json(batch_json(batch, outlooks.get(batch.id)))
 
     async def list_batches(self, request: Request) -> Response:
@@ -233,27 +241,29 @@ class _Routes:
 
     async def _listed(self, request: Request, owner: str | None) -> Response:
         query = request.query_params
-        found, has_more = await asyncio.to_thread(
+        key = None if owner is None else self._key(request)
+        found, has_more = await self._threads.run(
+            key,
             self._store.page,
             owner=owner,
             after=query.get("after"),
             limit=limit_of(query.get("limit"), default=20, most=100),
         )
-        outlooks = await asyncio.to_thread(self._service.outlooks)
+        outlooks = await self._threads.run(key, self._service.outlooks, found)
         shown = [batch_json(batch, outlooks.get(batch.id)) for batch in found]
         servers = {"servers": self._service.num_servers}
         return _json(page_json(shown, has_more) | {"cosched": servers})
 
     async def show(self, request: Request) -> Response:
-        name = request.path_params["id"]
-        batch = await asyncio.to_thread(self._store.get, name, owner=self._owner(request))
-        return await self._shown(batch)
+        name, owner, key = request.path_params["id"], self._owner(request), self._key(request)
+        batch = await self._threads.run(key, self._store.get, name, owner=owner)
+        return await self._shown(key, batch)
 
     async def cancel(self, request: Request) -> Response:
-        name = request.path_params["id"]
-        batch = await asyncio.to_thread(self._store.cancel, name, owner=self._owner(request))
+        name, owner, key = request.path_params["id"], self._owner(request), self._key(request)
+        batch = await self._threads.run(key, self._store.cancel, name, owner=owner)
         self._service.wake()
-        return await self._shown(batch)
+        return await self._shown(key, batch)
 
 
 def _json(content: Any, status: int = 200) -> Response:

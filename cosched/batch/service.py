@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
 
 from cosched.batch.config import BatchesConfig
+from cosched.batch.data import Batch
 from cosched.batch.errors import StoreUnavailableError
 from cosched.batch.feeder import Feeder
 from cosched.batch.files import FileStore
@@ -22,6 +23,7 @@ from cosched.batch.prometheus import Snapshot
 from cosched.batch.rate import Progress
 from cosched.batch.storage import without_secrets
 from cosched.batch.store import BatchStore
+from cosched.batch.threads import FairSlots, FairThreads
 from cosched.limits.api_keys import ApiKeys
 from cosched.limits.bounds import ANY_MODEL, Scope
 
@@ -35,6 +37,11 @@ App = Callable[
 
 _SELF = "http://cosched"
 """Stands for the server itself in its requests to itself."""
+_NUM_THREADS, _THREADS_PER_KEY, _MAX_WAITING = 6, 2, 64
+"""For calls of clients; the database has connections for these and for the feeder's."""
+_LOOK_S = 1.0
+_ANSWER_S = 20.0
+"""Within which a call that moves no content is answered."""
 
 
 async def _unknown() -> Progress:
@@ -58,6 +65,8 @@ class BatchService:
         quota, database = config.quota, self._opened.database
         self.files = FileStore(database, self._opened.storage, clock=clock, quota=quota)
         self.store = BatchStore(database, clock=clock, quota=quota)
+        slots = FairSlots(_NUM_THREADS, per_key=_THREADS_PER_KEY, max_waiting=_MAX_WAITING)
+        self.threads = FairThreads("cosched-files", slots, answer_s=_ANSWER_S)
         self._feeder: Feeder | None = None
 
     def summary(self) -> str:
@@ -77,23 +86,29 @@ class BatchService:
         if self._feeder is not None:
             self._feeder.wake()
 
+    async def look(self) -> None:
+        """There is a new batch for the feeder. Returns when `outlooks` knows it, but soon."""
+        if self._feeder is not None:
+            await self._feeder.look(_LOOK_S)
+
     def log_failure(self, error: StoreUnavailableError) -> None:
         """Log why the store cannot be used, but not at every request."""
         if self._feeder is not None:
-            self._feeder.log_failure(error, "a request was answered with 503")
+            self._feeder.failures.add(error, "a request was answered with 503")
 
     @property
     def num_servers(self) -> int:
         """Live servers that share the store."""
         return 1 if self._feeder is None else self._feeder.num_servers
 
-    def outlooks(self) -> Mapping[str, Outlook]:
-        """Batch that has not ended -> what is known of it. For any thread."""
+    def outlooks(self, shown: Sequence[Batch]) -> Mapping[str, Outlook]:
+        """Of these batches, as the feeder knew them last. For any thread."""
         feeder = self._feeder
         if feeder is None:
             return {}
         try:
-            return feeder.outlooks(self.store.open(), taken=self.store.num_taken())
+            names = [batch.id for batch in shown]
+            return feeder.outlooks(shown, taken=self.store.num_taken(names))
         except StoreUnavailableError:  # the batches themselves can still be shown
             return {}
 
@@ -169,6 +184,7 @@ class BatchService:
                 self.close()
 
     def close(self) -> None:
+        self.threads.close()
         self._opened.close()
 
 

@@ -6,6 +6,7 @@ of interrupted uploads and deleted files is removed by `sweep`.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import tempfile
@@ -19,7 +20,10 @@ from typing import Any, BinaryIO, Protocol, cast
 from cosched.batch.errors import ApiError, StoreUnavailableError
 from cosched.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
 _BLOCK_BYTES = 1 << 20
+_LOG_S = 60.0
 _PART = ".part"
 _ORPHAN_S = 3600.0
 """A file that is not listed for this long is left from an interrupted upload or deletion."""
@@ -31,6 +35,37 @@ _ID_NAME = "store-id"
 
 class FilesUnavailableError(StoreUnavailableError):
     """The files cannot be reached now."""
+
+
+class FailureLog:
+    """Logs failures of work that is tried again: of the database once, of the files once a minute,
+    others each time."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._is_unavailable = False
+        self._next_files_s = float("-inf")
+
+    def add(self, error: Exception, what: str) -> None:
+        if not isinstance(error, StoreUnavailableError):
+            logger.error("batches: %s; trying again", what, exc_info=error)
+            return
+        if isinstance(error, FilesUnavailableError):
+            # When they are back is not noticed as long as no file is needed.
+            if self._clock() < self._next_files_s:
+                return
+            self._next_files_s = self._clock() + _LOG_S
+        elif self._is_unavailable:
+            return
+        else:
+            self._is_unavailable = True
+        logger.warning("batches: %s; retrying until it works: %s", what, error.for_log)
+
+    def over(self) -> None:
+        """The database was used."""
+        if self._is_unavailable:
+            logger.warning("batches: the store is back")
+            self._is_unavailable = False
 
 
 class Storage(Protocol):

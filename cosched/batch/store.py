@@ -151,12 +151,13 @@ class BatchStore:
         with self._database.read() as connection:
             return [_batch_of(row) for row in connection.execute(query)]
 
-    def num_taken(self) -> dict[str, int]:
-        """Open batch -> its lines in flight, at all servers."""
+    def num_taken(self, names: Sequence[str] | None = None) -> dict[str, int]:
+        """Open batch -> its lines in flight, at all servers. names: None: of all."""
+        asked = sa.true() if names is None else batches.c.id.in_(names)
         query = (
             sa.select(batches.c.id, sa.func.count())
             .join(lines, lines.c.batch == batches.c.seq)
-            .where(batches.c.status.in_(OPEN), lines.c.state == LineState.TAKEN)
+            .where(asked, batches.c.status.in_(OPEN), lines.c.state == LineState.TAKEN)
             .group_by(batches.c.id)
         )
         with self._database.read() as connection:

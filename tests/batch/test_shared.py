@@ -115,7 +115,7 @@ def test_a_server_that_was_found_dead_continues(two, caplog):
     first.is_held = True
     batch = at_first.create(lines(900))
     until(lambda: first.num_in_flight)
-    with caplog.at_level(logging.WARNING, logger="cosched.batch.feeder"):
+    with caplog.at_level(logging.WARNING, logger="cosched.batch.storage"):
         for name in (first.service._feeder._name, second.service._feeder._name):
             first.service.store.leave(name)
         first.is_held = False
