@@ -21,6 +21,7 @@ from cosched.core.wire import SERVICE_TIERS, Bounds
 from cosched.errors import ConfigError, choices
 from cosched.limits.api_keys import ApiKeys
 from cosched.limits.claims import ANY_KEY, Claims
+from cosched.limits.origins import AccessConfig
 from cosched.memory.config import KvConfig
 from cosched.policies import policy_entry, without_tolerance
 from cosched.pool.prefix_pool import PoolConfig
@@ -146,6 +147,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     tiers              tiers of online requests (docs/policies/cosched.md); absent: all have one
     claims             class and targets that requests may claim, by API key too (docs/api.md)
     limits             how large a request may be before it is read (docs/api.md)
+    access             browsers that may use the server without an API key (docs/operate.md)
     pool               order of the offline pool, for policies that keep it in prefix order; absent:
                        the policy's own
     latency_budget_ms  most predicted milliseconds of an iteration while an online request runs or
@@ -191,6 +193,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     tiers: tuple[TierConfig, ...] = ()
     claims: Claims = Claims()
     limits: LimitsConfig = LimitsConfig()
+    access: AccessConfig = AccessConfig()
     pool: PoolConfig | None = None
     latency_budget_ms: float | None = None
     budgets: Budgets = Budgets()
@@ -274,6 +277,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             weights=self.batches.tenant_weights,
             has_owners=self.batches.isolates(None),
         )
+
+    def key_digests(self) -> frozenset[str]:
+        """Of all API keys that the configuration names."""
+        owned = (key for keys in self.batches.owners.values() for key in keys)
+        return frozenset((*self.claims.keys, *owned)) - {ANY_KEY}
 
     def most_running_offline(self) -> dict[str, int]:
         """Name of an API key's owner -> most of its offline requests that run at a time."""

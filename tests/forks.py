@@ -49,7 +49,7 @@ for line in sys.stdin:
     if task["own_group"]:
         os.setsid()
     for number, path in enumerate(task["files"]):
-        os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), number)
+        os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), number)
     os.environ.update(task["env"])
     sys.argv[1:] = task["arguments"]
     exec(compile(task["code"], "<test>", "exec"), {"__name__": "__main__"})

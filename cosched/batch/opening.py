@@ -16,6 +16,7 @@ import sqlalchemy as sa
 from cosched.batch.config import BatchesConfig
 from cosched.batch.database import Database, database_url, store_row
 from cosched.batch.storage import (
+    PRIVATE,
     FilesUnavailableError,
     FolderStorage,
     Storage,
@@ -83,7 +84,7 @@ def lock_file(path: Path, *, what: str, is_shared: bool = False) -> TextIOWrappe
     """An open file that keeps other servers out of `what` until it is closed or the process ends;
     `is_shared` admits others that share too. Makes the file and its folder. ConfigError."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
         lock = path.open("w")
     except FileExistsError:
         raise ConfigError(f"{what} is a file, and must be a folder") from None

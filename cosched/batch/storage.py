@@ -114,6 +114,10 @@ def folder_of(place: str) -> Path | None:
     return None if "://" in place or "::" in place else Path(place)
 
 
+PRIVATE = 0o700
+"""Mode of a new folder: prompts and replies are for the user of the server."""
+
+
 def without_secrets(place: str) -> str:
     """A URL for logs: without user and password."""
     return re.sub(r"://[^/@]*@", "://***@", place)
@@ -127,7 +131,7 @@ class FolderStorage:
     def __init__(self, folder: Path) -> None:
         self._id_file = folder / _ID_NAME
         self._folder = folder / "files"
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._folder.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
 
     def get_id(self) -> str | None:
         return self._id_file.read_text().strip() if self._id_file.exists() else None

@@ -28,6 +28,7 @@ _MODEL_CONFIGS = ("config.json", "params.json")  # of Hugging Face, and of Mistr
 _DP_ATTENTION = ("--enable-dp-attention", "--attn-dp-size", "--attention-data-parallel-size")
 _HUB_TIMEOUT_S = 5.0
 _CPU_BINDING = "SGLANG_CPU_OMP_THREADS_BIND"
+_KEYS = {"COSCHED_ADMIN_API_KEY": "--admin-api-key", "COSCHED_API_KEY": "--api-key"}
 
 
 def engine_arguments(argv: Sequence[str], config: Config, *, mixed_chunk: bool) -> list[str]:
@@ -56,6 +57,32 @@ def engine_arguments(argv: Sequence[str], config: Config, *, mixed_chunk: bool) 
             # Else an idle scheduler keeps a core busy. With DP attention all ranks would wait for
             # one that sleeps.
             arguments.append("--sleep-on-idle")
+    return arguments
+
+
+def key_arguments(argv: Sequence[str], environ: MutableMapping[str, str]) -> list[str]:
+    """SGLang's flags for API keys that environment variables hold, or files that they name: of a
+    command line each user of the machine may see the flags. The variables are removed, so that
+    processes of the server do not inherit them. ConfigError if one is empty, cannot be read, or is
+    given in two ways."""
+    arguments = []
+    for variable, flag in _KEYS.items():
+        ways = [one for one in (variable, f"{variable}_FILE") if one in environ]
+        if not ways:
+            continue
+        ways += [flag] if _given(argv, flag) else []
+        if len(ways) > 1:
+            raise ConfigError(f"one key is given by {' and '.join(ways)}; keep one of them")
+        value = environ.pop(ways[0])
+        if ways[0].endswith("_FILE"):
+            try:
+                value = Path(value).read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                reason = getattr(error, "strerror", None) or "it is no text"
+                raise ConfigError(f"cannot read {ways[0]} {value!r}: {reason}") from None
+        if not value.strip():
+            raise ConfigError(f"{ways[0]} has no key: unset it, or write one")
+        arguments.append(f"{flag}={value.strip()}")
     return arguments
 
 

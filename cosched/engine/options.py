@@ -19,6 +19,7 @@ from cosched.engine.arguments import (
     check_flags,
     check_model,
     engine_arguments,
+    key_arguments,
     resolve,
 )
 from cosched.errors import ConfigError
@@ -103,6 +104,7 @@ class ServerFlags:
         if flags and not flags[0].startswith("-"):
             flags.insert(0, "--model-path")  # `serve MODEL`, as `sglang serve` takes it
         check_model(flags)
+        flags += key_arguments(flags, os.environ)
         from sglang.srt.plugins import load_plugins
 
         os.environ[ENV_VAR] = config.to_json()

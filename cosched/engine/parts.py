@@ -6,6 +6,7 @@ import errno
 import os
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -21,10 +22,12 @@ _MOST_FILES = 64  # a server that restarts again and again leaves many short par
 
 class LineFile:
     """Hands each line to the system at once: a server mostly ends by a signal, and what it did last
-    is of interest. OSError when a line does not fit on the disk."""
+    is of interest. Only the user of the server may read a new file: it names requests and owners.
+    OSError when a line does not fit on the disk."""
 
     def __init__(self, path: Path) -> None:
-        self._file: IO[bytes] = path.open("wb", buffering=0)
+        private = partial(os.open, mode=0o600)
+        self._file: IO[bytes] = open(path, "wb", buffering=0, opener=private)
 
     def write(self, line: bytes) -> int:
         num_bytes = self._file.write(line + b"\n")

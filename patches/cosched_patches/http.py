@@ -6,9 +6,10 @@ import logging
 import os
 import re
 import sys
+import uuid
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from functools import cache
+from functools import cache, partial
 from http import HTTPStatus
 from typing import Any
 
@@ -16,17 +17,20 @@ from fastapi import HTTPException, Request
 from sglang.srt.entrypoints.http_server import app, get_global_state
 
 from cosched.config import Config, load_config
+from cosched.engine.access import REDACTED, SECRET_ARGUMENTS, Access, Keys, hide_in_command
 from cosched.engine.admin import add_batches, add_routes
 from cosched.engine.checks import check_input, check_params, check_tokenized, scope_of
 from cosched.engine.front import Front, ReplyMiddleware, is_own, was_aborted
 from cosched.engine.middleware import BodyLimit
 from cosched.engine.model_operations import is_about_to_read, unloading, use_model_lock
+from cosched.engine.owned_ids import OwnedDict, with_owner, without_owner
 from cosched.engine.port import pace_checks
 from cosched.engine.shutdown import drain, signals_left_to_parent
 from cosched.engine.startup import log_ready, wait_until_listening
 from cosched.engine.support import check_arguments
 from cosched.errors import ConfigError, LimitError, RequestError
 from cosched.limits.bodies import check_body
+from cosched.limits.origins import Origins
 from cosched_patches.seam import Seam, after, around, before
 
 logger = logging.getLogger(__name__)
@@ -55,6 +59,9 @@ def check_server(server_args: Any, *_: Any, **__: Any) -> None:
         config = load_config()
         if config is not None:
             check_arguments(server_args, config)
+            command = getattr(server_args, "_launch_command", None)
+            if command:  # SGLang shows it in ``/server_info`` and over gRPC
+                server_args._launch_command = hide_in_command(command, server_args)
             path = os.environ.setdefault(_APP_PATH, _OUR_APP)
             if path != _OUR_APP and server_args.tokenizer_worker_num > 1:
                 raise ConfigError(
@@ -65,6 +72,12 @@ def check_server(server_args: Any, *_: Any, **__: Any) -> None:
         # One sentence, no traceback, no process started.
         print(f"cosched: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+
+
+def hide_secrets(fields: dict[str, Any], server_args: Any) -> dict[str, Any]:
+    """Keys and passwords are not among the arguments that SGLang logs, dumps, and shows over HTTP
+    and gRPC. Stock hides the keys of watermarks only."""
+    return {**fields, **{name: REDACTED for name in SECRET_ARGUMENTS if fields.get(name)}}
 
 
 def leave_signals(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -79,15 +92,18 @@ def prepare_app(server_args: Any, *_: Any, **__: Any) -> None:
     ``batches.folder``, OpenAI's Files and Batches (docs/api.md). Middleware adds headers and
     ``service_tier`` to replies, ``Retry-After`` to 429 and 503, answers bodies that are too large
     with 413, and new requests with 503 while the server ends. What endpoints raise over wrong
-    values becomes 400; stock answers 500."""
+    values becomes 400; stock answers 500. Each route has a level, and answers show no secrets
+    (`cosched.engine.access`); stock's ``/server_info`` prints the admin key."""
     config = load_config()
-    app.add_middleware(BodyLimit, limit=cache(_max_body_bytes), answer=_refuse_body)
+    too_large = partial(_refuse_with, status=413)
+    app.add_middleware(BodyLimit, limit=cache(_max_body_bytes), answer=too_large)
     # The last one added is the outermost: it adds a ``Retry-After`` only where there is none.
     app.add_middleware(ReplyMiddleware, front=front)
     if config is not None:
         add_routes(app, config)
         if config.batches.is_on:
             add_batches(app, config, server_args.api_key)
+    _guard_access(server_args, config or Config())
     for kind in (ValueError, *_WRONG_VALUES):
         app.add_exception_handler(kind, _refuse)
 
@@ -98,8 +114,23 @@ def _max_body_bytes() -> int:
     return limits.body_bytes(context_len=model.context_len, has_media=model.is_multimodal)
 
 
-async def _refuse_body(scope: Any, message: str) -> Any:
-    return await _in_form(Request(scope), HTTPException(status_code=413, detail=message))
+def _guard_access(server_args: Any, config: Config) -> None:
+    app.add_middleware(
+        Access,
+        keys=Keys(
+            api=getattr(server_args, "api_key", None),
+            admin=getattr(server_args, "admin_api_key", None),
+            digests=config.key_digests(),
+        ),
+        origins=Origins(config.access),
+        owner_of=config.batches.owner_of,
+        answer=_refuse_with,
+        has_metrics=bool(getattr(server_args, "enable_metrics", False)),
+    )
+
+
+async def _refuse_with(scope: Any, message: str, status: int) -> Any:
+    return await _in_form(Request(scope), HTTPException(status_code=status, detail=message))
 
 
 async def _refuse(request: Any, error: Exception) -> Any:
@@ -201,6 +232,7 @@ async def classify(
     try:
         front().apply(obj, request)
         check_input(obj, scope_of(manager))
+        _own_session(obj)
         pace_checks(manager)
         is_about_to_read(obj.priority)
         async with aclosing(original(manager, obj, request)) as replies:
@@ -227,6 +259,36 @@ async def classify(
         # SGLang reads it after a stream, also of a request that could not be read.
         if not hasattr(obj, "is_single"):
             obj.is_single = not isinstance(obj.rid, list)
+
+
+def _own_session(obj: Any) -> None:
+    """The session of a request is one of its API key."""
+    if getattr(obj, "session_id", None):
+        obj.session_id = with_owner(obj.session_id)
+    params = getattr(obj, "session_params", None)
+    if params and params.get("id"):
+        obj.session_params = {**params, "id": with_owner(params["id"])}
+
+
+async def open_session(original: Any, manager: Any, obj: Any, request: Any = None) -> Any:
+    """A session belongs to the API key that opened it (`cosched.engine.owned_ids`). In stock every
+    client that learns its id reads the prompt through log probabilities, and closes it."""
+    obj.session_id = with_owner(obj.session_id or uuid.uuid4().hex)
+    opened = await original(manager, obj, request)
+    return None if opened is None else without_owner(opened)
+
+
+async def close_session(original: Any, manager: Any, obj: Any, request: Any = None) -> Any:
+    """Another key's session is closed as little as an unknown one; stock answers 200 to both."""
+    obj.session_id = with_owner(obj.session_id)
+    return await original(manager, obj, request)
+
+
+def own_responses(_: Any, serving: Any, *__: Any, **___: Any) -> None:
+    """With ``--enable-response-store`` responses belong to the API key that made them. In stock
+    every client that learns an id reads the response, continues and cancels it."""
+    for name in ("response_store", "msg_store", "background_tasks"):
+        setattr(serving, name, OwnedDict())
 
 
 def check_values(manager: Any, obj: Any, input_ids: Any) -> None:
@@ -286,6 +348,8 @@ async def answer_abort(
     reason = out["meta_info"]["finish_reason"]
     if reason.get("message") == _IN_GRAMMAR_QUEUE:
         reason["status_code"] = None
+    if reason.get("message"):
+        reason["message"] = without_owner(str(reason["message"]))
     if str(reason.get("message", "")).startswith(_NO_TOKEN):
         reason["status_code"] = HTTPStatus.BAD_REQUEST
         reason["message"] = "the grammar of this request allows no further token"
@@ -343,6 +407,7 @@ SEAMS: tuple[Seam, ...] = (
     around(f"{_MANAGER}.sigterm_watchdog", "self", drain_first),
     after(f"{_MANAGER}.init_weight_update", "self", wait_for_begun_only),
     around(f"{_MANAGER}._unload_lora_adapter_locked", "self, obj", unload_without_waiting),
+    after("sglang.srt.server_args.ServerArgs.resolved_dict", "self", hide_secrets),
     around(f"{_SERVER}.ORJSONRequest.json", "self", read_body),
     around(
         "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat._process_messages",
@@ -356,6 +421,13 @@ SEAMS: tuple[Seam, ...] = (
         keep_status,
     ),
     around(f"{_MANAGER}.generate_request", "self, obj, request", classify),
+    around(f"{_MANAGER}.open_session", "self, obj, request", open_session),
+    around(f"{_MANAGER}.close_session", "self, obj, request", close_session),
+    after(
+        "sglang.srt.entrypoints.openai.serving_responses.OpenAIServingResponses.__init__",
+        "self, tokenizer_manager, template_manager, enable_prompt_tokens_details, tool_server",
+        own_responses,
+    ),
     before(f"{_MANAGER}._validate_one_request", "self, obj, input_ids", check_values),
     after(
         "sglang.srt.observability.req_time_stats.ReqTimeStatsBase.__getstate__",

@@ -11,7 +11,6 @@ import cosched.bootstrap  # noqa: F401  # before sglang
 from sglang.srt.entrypoints.http_server import app  # isort: skip
 from sglang.srt.managers.multi_tokenizer_mixin import get_main_process_id, read_from_shared_memory
 from sglang.srt.plugins import load_plugins
-from sglang.srt.utils.auth import add_api_key_middleware
 
 __all__ = ["app"]
 
@@ -22,8 +21,6 @@ def _prepare() -> None:
 
     _, server_args, _ = read_from_shared_memory(f"multi_tokenizer_args_{get_main_process_id()}")
     prepare_app(server_args)
-    if server_args.admin_api_key:  # SGLang checks it in a single HTTP process only
-        add_api_key_middleware(app, api_key=None, admin_api_key=server_args.admin_api_key)
 
 
 _prepare()

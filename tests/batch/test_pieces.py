@@ -280,3 +280,10 @@ def test_keys_of_one_owner_are_the_same_and_a_digest_is_no_key():
     assert not plain.isolates(None) and plain.isolates("key") and config.isolates(None)
     for isolates in (True, False):
         assert BatchesConfig(isolate_keys=isolates, folder="f").isolates("key") is isolates
+
+
+def test_a_new_folder_is_for_the_user_of_the_server_alone(tmp_path):
+    """It holds prompts and replies."""
+    folder = tmp_path / "new"
+    check_store(BatchesConfig(folder=str(folder)))
+    assert folder.stat().st_mode & 0o777 == 0o700

@@ -33,6 +33,25 @@ def config_from(*words):
     return options.config_from(parse(ServeOptions, words))
 
 
+def test_keys_may_come_from_files_and_the_environment(tmp_path):
+    """`ps` shows flags to each user of the machine."""
+    key = tmp_path / "key"
+    key.write_text("--from-file\n")
+    environ = {"COSCHED_ADMIN_API_KEY_FILE": str(key), "COSCHED_API_KEY": "k", "HOME": "/"}
+    found = engine_side.key_arguments([], environ)
+    assert found == ["--admin-api-key=--from-file", "--api-key=k"]
+    assert environ == {"HOME": "/"}  # other processes inherit none
+    (tmp_path / "empty").write_text("\n")
+    for environ, argv, reason in (
+        ({"COSCHED_API_KEY": ""}, [], "COSCHED_API_KEY has no key"),
+        ({"COSCHED_API_KEY_FILE": str(tmp_path / "empty")}, [], "COSCHED_API_KEY_FILE has no key"),
+        ({"COSCHED_API_KEY_FILE": "/no/file"}, [], "cannot read COSCHED_API_KEY_FILE '/no/file'"),
+        ({"COSCHED_API_KEY": "k"}, ["--api-key", "x"], "COSCHED_API_KEY and --api-key; keep one"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            engine_side.key_arguments(argv, environ)
+
+
 def test_flags_win_over_the_environment_and_that_over_defaults(monkeypatch):
     monkeypatch.setenv(ENV_VAR, '{"policy": "priority", "slo": {"ttft_ms": 300, "tpot_ms": 30}}')
     command = parse(Serve, ["--cosched-slo-ttft-ms", "700", "--port", "1", "--model-path", "x"])

@@ -173,6 +173,10 @@ class TestParts:
             recorder.run(view, running, plan=plan)
         return parts_of(path)
 
+    def test_only_the_user_of_the_server_reads_its_parts(self, tmp_path):
+        parts = self.fill(tmp_path / "log")
+        assert {part.stat().st_mode & 0o777 for part in parts} == {0o600}
+
     def test_old_parts_go_and_the_rest_is_read_in_order(self, tmp_path):
         parts = self.fill(tmp_path / "log")
         assert len(parts) == NUM_PARTS

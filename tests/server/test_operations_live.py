@@ -15,7 +15,9 @@ import pytest
 
 import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.batch.prometheus import Kind
+from cosched.engine.access import Level, rule_of
 from cosched.engine.exporter import METRICS
+from cosched.limits.claims import digest_of
 from tests.request_lines import completion as line
 from tests.serving import (
     GUARDED_ADMIN_KEY,
@@ -164,6 +166,63 @@ def test_only_the_admin_may_look_and_order(guarded):
     assert wrong.status_code == 400 and "max_running must be 0 or more" in wrong.text
     unknown = order(guarded, pausd=True)
     assert unknown.status_code == 400 and "pausd" in unknown.text
+
+
+def test_no_route_shows_secrets_or_what_other_keys_did(guarded):
+    """Every route of a live server, stock ones too, without a key and with a tenant's; those of
+    operators that only show something with theirs too."""
+    tenant = {"headers": {"authorization": "Bearer tenant"}, "timeout": 30}
+    admin = {"headers": {"authorization": f"Bearer {GUARDED_ADMIN_KEY}"}, "timeout": 30}
+    owner = digest_of("tenant").removeprefix("sha256:")[:8]
+    body = {"model": "demo", "prompt": "x", "max_tokens": 1}
+    assert httpx.post(f"{guarded.url}/v1/completions", json=body, **tenant).status_code == 200
+    while owner not in httpx.get(f"{guarded.url}/metrics", **admin).text:  # once a second
+        time.sleep(0.1)
+    paths = httpx.get(f"{guarded.url}/openapi.json", timeout=30).json()["paths"]
+    asked = [(path, method) for path, methods in paths.items() for method in methods]
+    asked = [one for one in asked if not one[0].startswith("/health")] + [("/metrics", "get")]
+    assert len(asked) > 90
+    with httpx.Client(base_url=guarded.url) as client:
+        for path, method in asked:
+            url, content = path.replace("{", "").replace("}", ""), b"" if method == "get" else b"{}"
+            is_admins = rule_of(path).level is Level.ADMIN
+            for options in ({"timeout": 30}, tenant):
+                answer = client.request(method, url, content=content, **options)
+                assert (answer.status_code == 401) == is_admins, (path, answer.text)
+                assert GUARDED_ADMIN_KEY not in answer.text, path
+                assert owner not in answer.text, path
+            if paths.get(path, {}).keys() <= {"get"}:
+                answer = client.get(url, **admin)
+                assert answer.status_code != 401 and GUARDED_ADMIN_KEY not in answer.text, path
+        [state] = client.get("/server_info", **admin).json()["internal_states"]
+    assert owner in state["cosched"]["device_s"]["online"]
+    assert GUARDED_ADMIN_KEY not in guarded.log()
+
+
+def test_a_session_is_one_of_the_key_that_opened_it(guarded):
+    def ask(path, key, **body):
+        headers = {"authorization": f"Bearer {key}"}
+        return httpx.post(f"{guarded.url}{path}", json=body, headers=headers, timeout=30)
+
+    def go_on(key, **more):
+        """The prompt so far, by its log probabilities."""
+        params = {"max_new_tokens": 1}
+        session = {"id": name, **more}
+        answer = ask("/generate", key, text="words", sampling_params=params, return_logprob=True,
+                     logprob_start_len=0, session_params=session)  # fmt: skip
+        return answer.json()["meta_info"] if answer.status_code == 200 else answer.json()
+
+    name = ask("/open_session", "tenant", capacity_of_str_len=1000).json()
+    first = go_on("tenant")["id"]
+    unknown = f"session id {name} does not exist"
+    for other in ("other", GUARDED_ADMIN_KEY):
+        assert unknown in go_on(other, rid=first)["error"]["message"]
+        ask("/close_session", other, session_id=name)
+    assert len(go_on("tenant", rid=first)["input_token_logprobs"]) > 1
+    assert ask("/open_session", "other", capacity_of_str_len=9, session_id=name).json() == name
+    for key in ("tenant", "other"):
+        assert ask("/close_session", key, session_id=name).status_code == 200
+    assert unknown in go_on("tenant")["error"]["message"]
 
 
 def test_a_paused_pool_waits_and_a_full_one_answers_429(guarded):
