@@ -8,6 +8,7 @@ import shutil
 import sys
 import time
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -15,6 +16,7 @@ from sglang.srt.arg_groups.overrides import resolving_view
 
 from cosched.config import Config
 from cosched.engine.support import support, why_sglang_evicts
+from cosched.files import DEMO_MODEL_STAMP
 from cosched.policies import policy_entry
 
 logger = logging.getLogger(__name__)
@@ -71,8 +73,13 @@ def log_ready(server_args: Any, config: Config) -> None:
     """Log the policy, two requests to try, and how to activate the virtual environment."""
     url = server_args.url()
     logger.info("cosched: ready on %s: %s", url, describe(config, server_args))
+    resolved = resolving_view(server_args)
+    if (Path(resolved.model_path) / DEMO_MODEL_STAMP).exists():
+        logger.info(
+            "cosched: this is the demo model: its weights are random, its replies gibberish"
+        )
     body = {
-        "model": resolving_view(server_args).served_model_name,
+        "model": resolved.served_model_name,
         "max_tokens": 64,
         "messages": [{"role": "user", "content": "Hello!"}],
     }

@@ -28,6 +28,7 @@ from platformdirs import user_cache_path
 
 from cosched.cli import new_app, run
 from cosched.errors import ConfigError, choices
+from cosched.files import DEMO_MODEL_STAMP
 from cosched.lab.demo_corpus import demo_corpus
 
 if TYPE_CHECKING:
@@ -55,9 +56,6 @@ _CHAT_TEMPLATE = (
 
 # What a byte that is no character by itself decodes to.
 _LONE_BYTE = "\N{REPLACEMENT CHARACTER}"
-
-# Written last into a model's directory; its presence means that the model is whole.
-_STAMP_FILE = "cosched_demo_model.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +124,7 @@ def ensure_demo_model(
     temporary = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
     try:
         _write_model(temporary, SIZES[size], seed=seed, dtype=dtype)
-        _write_json(temporary / _STAMP_FILE, stamp)
+        _write_json(temporary / DEMO_MODEL_STAMP, stamp)
         temporary.chmod(0o755)  # mkdtemp's 0700 would hide the model from other users
         try:
             temporary.rename(target)
@@ -153,7 +151,7 @@ def _stamp(spec: DemoModelSpec, *, seed: int, dtype: str) -> dict[str, Any]:
 
 def _is_made(target: Path, stamp: dict[str, Any]) -> bool:
     try:
-        return bool(json.loads((target / _STAMP_FILE).read_text()) == stamp)
+        return bool(json.loads((target / DEMO_MODEL_STAMP).read_text()) == stamp)
     except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
         return False
 
