@@ -76,7 +76,7 @@ def log_ready(server_args: Any, config: Config) -> None:
     resolved = resolving_view(server_args)
     if (Path(resolved.model_path) / DEMO_MODEL_STAMP).exists():
         logger.info(
-            "cosched: this is the demo model: its weights are random, its replies gibberish"
+            "cosched: the demo model has random weights: its replies are gibberish"
         )
     body = {
         "model": resolved.served_model_name,

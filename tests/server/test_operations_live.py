@@ -295,7 +295,7 @@ def test_the_log_says_what_runs_at_the_start_and_when_ready(guarded):
     after = guarded.log().split("ready to roll!", 1)[1]
     assert f"cosched: ready on {guarded.url}" in after
     assert f"cosched: try offline: curl {guarded.url}/v1/chat/completions" in after
-    assert "this is the demo model: its weights are random, its replies gibberish" in after
+    assert "the demo model has random weights: its replies are gibberish" in after
 
 
 def test_limits_per_key(guarded):
