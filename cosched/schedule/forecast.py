@@ -49,6 +49,8 @@ class KvForecast:
         self._outlook: Outlook | None = None
         self._most = MostHeld()
         """Of all running and admitted requests, preempted ones included; likewise."""
+        self._num = 0
+        """Running and admitted requests, without preempted ones; likewise."""
         self._load: LoadAhead | None = None
         """The same without preempted requests and without `_admitted`; once it is needed."""
         self._admitted: tuple[_New, ...] = ()
@@ -61,22 +63,22 @@ class KvForecast:
     def fits(self, request: Request, match: Match, *, spare: int = 0) -> bool:
         """True if there is memory for a waiting request and `spare` more KV tokens."""
         self._look()
-        new = self._new(request, match)
-        deviations = _DEVIATIONS[request.request_class]
-        most = self._most.with_one(new.held, new.ends)
-        if most.peak(deviations) + self._shared <= self._capacity - spare:
+        if not self._num and not spare:
             return True
-        return self._beyond(self._with(new), deviations) <= -spare
+        new = self._new(request, match)
+        if self._most.with_one(new.held, new.ends).most + self._shared <= self._capacity - spare:
+            return True
+        return self._beyond(new) <= -spare
 
     def shortfall(self, request: Request, match: Match) -> int:
         """KV tokens missing to admit a waiting request; <= 0 when it fits."""
-        load = self._with(self._new(request, match))
-        return self._beyond(load, _DEVIATIONS[request.request_class])
+        return self._beyond(self._new(request, match))
 
     def add(self, request: Request, match: Match) -> None:
-        """A waiting request is admitted."""
+        """A waiting request is admitted, or its memory is set aside until it can be."""
         self._look()
         new = self._new(request, match)
+        self._num += 1
         self._most = self._most.with_one(new.held, new.ends)
         trial = self._trial
         if trial is not None and trial[1] == new and trial[0] is self._load and not self._admitted:
@@ -89,10 +91,14 @@ class KvForecast:
         that are not computed yet."""
         held = self._view.preemption_gain(request) + num_left
         self._load = self._ahead().without(held, self._ends(request))
+        self._num -= 1
 
-    def _beyond(self, load: LoadAhead, deviations: float) -> int:
-        """KV tokens by which its peak is above the memory."""
-        return math.ceil(load.peak(deviations)) + self._shared - self._capacity
+    def _beyond(self, new: _New) -> int:
+        """KV tokens by which the peak until a waiting request ends would be above the memory."""
+        load = self._with(new)
+        deviations = _DEVIATIONS[new.request.request_class]
+        peak = load.peak(deviations, until=max(new.ends[-1], 1))
+        return math.ceil(peak) + self._shared - self._capacity
 
     def _look(self) -> Outlook:
         """Read the running requests, once."""
@@ -107,6 +113,7 @@ class KvForecast:
                 most = most.with_one(held, ends)
                 self._shared -= view.preemption_gain(request)
             self._most = most
+            self._num = len(view.running) + len(view.unfinished)
         return outlook
 
     def _of_unfinished(self, request: Request) -> tuple[int, list[int]]:

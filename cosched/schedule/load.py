@@ -7,19 +7,22 @@ number, the deviation with its square root. Memory for the mean plus a few devia
 is enough almost always (own; compare the Past-Future scheduler of LightLLM, which samples the ends,
 and Echo's reservation, §5.3). A sum of upper quantiles assumes that all replies are long at once,
 and reserves memory that is never used.
+
+Of few requests the mean plus deviations may exceed what they can hold at all: ``sum (u + t)`` over
+those whose last end is not before t. That is the limit.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-_HELD, _NUM, _VARIANCE = 0, 1, slice(2, 5)
+_HELD, _NUM, _VARIANCE, _MOST_HELD, _MOST = 0, 1, slice(2, 5), 5, 6
 """Rows of the table by time: mean of the tokens that the running requests hold now, mean of their
-number; variance of their number, weighted by 1, by `held` and by its square."""
+number; variance of their number, weighted by 1, by `held` and by its square; the tokens that they
+hold now and their number, if each runs until its last end."""
 
 
 class LoadAhead:
@@ -29,14 +32,14 @@ class LoadAhead:
     just before one of them.
     """
 
-    __slots__ = ("_at", "_deviation", "_mean", "_of", "_slack")
+    __slots__ = ("_at", "_deviation", "_mean", "_most", "_of", "_page")
 
     def __init__(self, held: Sequence[int], ends: Sequence[Sequence[int]], *, page: int) -> None:
         """held: KV tokens that each holds now and releases when it ends.
         ends: (ends, requests), ascending: equally likely iterations after which each may end.
         Entries of 0 or less are passed or missing; a request without others ends next.
         page: allocation unit [KV tokens]. O(ends in all)."""
-        self._slack = _page_slack(page)
+        self._page = page
         table = np.array(ends, dtype=np.float64) if len(held) else np.empty((1, 0))
         self._sort(np.array(held, dtype=np.float64), table)
 
@@ -56,16 +59,19 @@ class LoadAhead:
         places = times.searchsorted(ends)
         places[~is_open] = len(times)
         places = places.ravel()
-        of = np.empty((5, len(times) + 1))
-        of[:, 0] = held.sum(), len(held), 0, 0, 0
+        last = times.searchsorted(np.maximum(ends[-1], 1))
+        of = np.empty((7, len(times) + 1))
+        of[:, 0] = held.sum(), len(held), 0, 0, 0, held.sum(), len(held)
         share = -1 / num_open * is_open
         with_held = variance * held
         steps = share * held, share, variance, with_held, with_held * held
-        for row, step in zip(of, steps, strict=True):
+        for row, step in zip(of[:_MOST_HELD], steps, strict=True):
             row[1:] = np.bincount(places, step.ravel(), len(times) + 1)[:-1]
+        of[_MOST_HELD, 1:] = -np.bincount(last, held, len(times) + 1)[:-1]
+        of[_MOST, 1:] = -np.bincount(last, minlength=len(times) + 1)[:-1]
         # Requests that run until a time: all, less those that may end before.
         of[:, 1:].cumsum(axis=1, out=of[:, 1:])
-        of[:2, 1:] += of[:2, :1]
+        of[:, 1:] += of[:, :1]
         self._arrange(np.append(times, np.inf), of)
 
     def _arrange(self, at: Any, of: Any) -> None:
@@ -73,14 +79,18 @@ class LoadAhead:
         self._at, self._of = at, of
         times, until = at[:-1], of[:, :-1]
         variance = until[4] + times * (2 * until[3] + times * until[2])
-        variance += self._slack * until[_NUM]
+        # A last page is used to an unknown part.
+        variance += (self._page**2 - 1) / 12 * until[_NUM]
         self._mean = until[_HELD] + times * until[_NUM]
         self._deviation = np.sqrt(np.maximum(variance, 0))
+        self._most = until[_MOST_HELD] + (times + self._page - 1) * until[_MOST]
 
-    def peak(self, deviations: float) -> float:
-        """Most KV tokens held at once from now on: mean plus `deviations` standard deviations; 0.0
-        without requests. O(n)."""
-        return float((self._mean + deviations * self._deviation).max(initial=0.0))
+    def peak(self, deviations: float, *, until: float = np.inf) -> float:
+        """Most KV tokens held at once from now on, up to iteration `until`: mean plus `deviations`
+        standard deviations, but no more than the requests can hold; 0.0 without requests. O(n)."""
+        num = int(self._at[:-1].searchsorted(until, side="right"))
+        held = self._mean[:num] + deviations * self._deviation[:num]
+        return float(np.minimum(held, self._most[:num]).max(initial=0.0))
 
     def with_one(self, held: int, ends: Sequence[int]) -> LoadAhead:
         """The same with one more request; ends: ascending. O(n)."""
@@ -106,53 +116,41 @@ class LoadAhead:
         for row in of[_VARIANCE]:
             row += variance
             variance *= held
+        runs = at <= own[-1]
+        of[_MOST_HELD] += num * held * runs
+        of[_MOST] += num * runs
         other = object.__new__(LoadAhead)
-        other._slack = self._slack
+        other._page = self._page
         other._arrange(at, of)
         return other
 
 
 class MostHeld(NamedTuple):
     """An upper bound of the peak of a `LoadAhead` that ignores when each request ends: O(1) for
-    each new request. None holds more than M, the tokens that it holds now and takes until its last
-    end; so together they hold at most sum M in the mean, with a variance of at most sum M² / 4.
+    each new request.
 
-    held      KV tokens held now
-    most      sum M
-    variance  [tokens²]
-    slack     variance of the used part of one last page
+    held  KV tokens held now
+    most  sum of the tokens that each holds at its last end, its last page whole
+    page  allocation unit [KV tokens]
     """
 
     held: int = 0
-    most: float = 0.0
-    variance: float = 0.0
-    slack: float = 0.0
+    most: int = 0
+    page: int = 1
 
     @classmethod
     def of(cls, held: Sequence[int], ends: Sequence[Sequence[int]], *, page: int) -> MostHeld:
         """As `LoadAhead`."""
-        slack = _page_slack(page)
         if not len(held):
-            return cls(slack=slack)
-        holds = np.asarray(held)
-        most = holds + np.maximum(np.asarray(ends[-1]), 1)
-        variance = float(most @ most) / 4 + slack * len(holds)
-        return cls(int(np.add.reduce(holds)), float(np.add.reduce(most)), variance, slack)
+            return cls(page=page)
+        now = int(np.add.reduce(held))
+        last = int(np.add.reduce(np.maximum(np.asarray(ends[-1]), 1)))
+        return cls(now, now + last + (page - 1) * len(held), page)
 
     def with_one(self, held: int, ends: Sequence[int]) -> MostHeld:
         """As `LoadAhead.with_one`."""
-        most = held + max(ends[-1], 1)
-        variance = self.variance + most * most / 4 + self.slack
-        return MostHeld(self.held + held, self.most + most, variance, self.slack)
-
-    def peak(self, deviations: float) -> float:
-        """As `LoadAhead.peak`, or more."""
-        return self.most + deviations * math.sqrt(self.variance)
-
-
-def _page_slack(page: int) -> float:
-    """Variance of the used part of a last page."""
-    return (page * page - 1) / 12
+        most = self.most + held + max(ends[-1], 1) + self.page - 1
+        return MostHeld(self.held + held, most, self.page)
 
 
 def _times(ends: Any, is_open: Any) -> Any:

@@ -58,11 +58,37 @@ def test_what_is_admitted_fits_until_everybody_has_ended(running, waiting, more)
     plan = builder.build()
     validate(plan, view)
     assert plan.promise == {r.rid: 0 for r in admitted}
-    assert most_held(view, admitted) <= view.total_kv
+    # On an idle engine the first one is admitted in any case.
+    alone = most_held(view, admitted[:1]) if not running else 0
+    assert most_held(view, admitted) <= max(view.total_kv, alone)
     # A page of each that was admitted stays free, as SGLang counts.
     for request in view.offline:
         if request not in admitted:
             assert most_held(view, [*admitted, request]) + len(admitted) + 1 > view.total_kv - 20
+
+
+@given(st.integers(1, 590), st.lists(st.integers(1, 10**6), min_size=1, max_size=8).map(sorted))
+def test_what_fits_an_idle_engine_is_admitted_to_it_whatever_the_forecast(num_prompt_tokens, ends):
+    for waiting in (offline("w", num_prompt_tokens), online("w", num_prompt_tokens)):
+        view = FakeView(
+            caps=CAPS,
+            **{waiting.request_class.value: [waiting]},
+            total_kv=600,
+            lengths={"w": LengthEstimate(ends[0], ends[-1], tuple(ends))},
+        )
+        builder = PlanBuilder(view, forecast=KvForecast(view))
+        assert builder.admit(waiting, view.match(waiting), num_prompt_tokens)
+
+
+@given(st.integers(1, 300), st.integers(1, 300))
+def test_a_request_is_admitted_beside_endless_ones_if_they_all_fit_until_it_ends(now, own):
+    """4 replies that are expected to need far more memory than there is, later."""
+    until_it_ends = 4 * (now + own) + 10 + 1 + own  # it may begin a page
+    for total_kv in (until_it_ends, until_it_ends - 1):
+        view = view_of([(now, 100_000)] * 4, [(10, own)], total_kv)
+        waiting = view.offline[0]
+        fits = KvForecast(view).fits(waiting, view.match(waiting))
+        assert fits is (total_kv == until_it_ends)
 
 
 @pytest.mark.parametrize("num_computed", [None, 1, 60])
