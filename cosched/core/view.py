@@ -263,6 +263,16 @@ class OfflineOrder(Protocol):
         """It is admitted, and no candidate any more."""
         ...
 
+    def pass_over(self, request: Request) -> None:
+        """It cannot be admitted, and is no candidate any more: those behind it are."""
+        ...
+
+    @property
+    def urgent_until_s(self) -> float:
+        """Requests that must be complete by then come before all others, on the engine's clock [s].
+        Of the tenant that is asked."""
+        ...
+
     def ask_next(self) -> bool:
         """No candidate fits: the next candidates are those of another tenant. False: there is none
         that may go before this one."""

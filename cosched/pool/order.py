@@ -74,6 +74,13 @@ class PoolOrder(Iterator[P]):
         self._yielded.add(request.rid)
         self._last = self._pool.places[request.rid]
 
+    def pass_over(self, request: P) -> None:
+        self._yielded.add(request.rid)
+
+    @property
+    def urgent_until_s(self) -> float:
+        return self._pool.urgent_until_s
+
     def ask_next(self) -> bool:
         return False
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterator, Sequence
 from itertools import islice
 from typing import Generic, Protocol, TypeVar
@@ -147,6 +148,9 @@ class ArrivalOrder(Iterator[R]):
 
     def take(self, request: Request) -> None:
         self._ahead = [ahead for ahead in self._ahead if ahead is not request]
+
+    pass_over = take
+    urgent_until_s = -math.inf
 
     def ask_next(self) -> bool:
         return False

@@ -22,6 +22,7 @@ One tenant   its pool's order is the order, unchanged.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
@@ -396,6 +397,14 @@ class TenantOrder(Iterator[P]):
         tenant = self._pool.of[request.rid]
         self._order_of(tenant).take(request)
         self._count(tenant)
+
+    def pass_over(self, request: P) -> None:
+        self._order_of(self._pool.of[request.rid]).pass_over(request)
+
+    @property
+    def urgent_until_s(self) -> float:
+        tenant = self._asked()
+        return -math.inf if tenant is None else tenant.pool.urgent_until_s
 
     def skip_sharing(self, request: P, num_tokens: int) -> None:
         self._skips.append((request, num_tokens))

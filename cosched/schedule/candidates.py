@@ -12,17 +12,23 @@ from dataclasses import dataclass
 from cosched.core.plan import SkipReason
 from cosched.core.request import Request
 from cosched.core.view import Match, OfflineOrder
+from cosched.pool.freshness import due_time_s
 from cosched.schedule.base import Pace
 from cosched.schedule.builder import PlanBuilder
 from cosched.schedule.phases import (
     admission_tokens,
+    enough_victims,
     follow,
     has_time,
     must_wait,
     offline_admissions_left,
+    youngest_first,
 )
 
 CANDIDATES_PER_BUCKET = 2
+
+_MOST_PASSED = 4
+"""Requests without memory behind which a plan looks at others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +63,13 @@ def admit_best(
     *,
     choose: Choose,
 ) -> None:
-    """Admit offline requests one by one, each time the best of the candidates that fit."""
+    """Admit offline requests one by one, each time the best of the candidates that fit.
+
+    With a forecast of memory (own) an urgent request takes the place of others, and those behind
+    one that lacks memory may be admitted before it: a forecast that is wrong makes a few wait, not
+    all."""
+    if builder.ledger.has_forecast:
+        _make_way_for_urgent(builder, pace, order)
     search = _Search(builder, pace, order)
     benefit = _benefit(builder)
     num_left = offline_admissions_left(builder)
@@ -79,6 +91,35 @@ def admit_best(
         num_left = None if num_left is None else num_left - 1
 
 
+def least_urgent_first(builder: PlanBuilder) -> list[Request]:
+    """As `youngest_first`, but the urgent ones come last."""
+    victims = youngest_first(builder)
+    if all(victim.slo.deadline_s is None for victim in victims):
+        return victims
+    until_s = builder.view.offline_order().urgent_until_s
+    return sorted(victims, key=lambda victim: _is_urgent(victim, until_s))
+
+
+def _is_urgent(request: Request, until_s: float) -> bool:
+    due_s = due_time_s(request)
+    return due_s is not None and due_s <= until_s
+
+
+def _make_way_for_urgent(builder: PlanBuilder, pace: Pace, order: OfflineOrder) -> None:
+    """Preempt offline requests that are not urgent for an urgent one that lacks memory or a slot,
+    if that is enough."""
+    until_s = order.urgent_until_s
+    first = next((r for requests in order.candidates(1) for r in requests), None)
+    if first is None or not _is_urgent(first, until_s) or not has_time(builder, pace):
+        return
+    match = builder.view.match(first)
+    at_most = admission_tokens(builder, pace, first, match, order)
+    victims = [r for r in youngest_first(builder) if not _is_urgent(r, until_s)]
+    if at_most > 0 and victims and not must_wait(builder, first):
+        for victim in enough_victims(builder, victims, first, match, at_most):
+            builder.preempt(victim)
+
+
 def _benefit(builder: PlanBuilder) -> int:
     """Of what is in already: running requests that decode, and prefills."""
     num_idle = len(builder.paused) + builder.num_preempted
@@ -92,6 +133,7 @@ class _Search:
         self._builder = builder
         self._pace = pace
         self._order = order
+        self._num_left = _MOST_PASSED if builder.ledger.has_forecast else 0
         self._known: dict[str, Candidate | None] = {}  # None: refused
 
     def refuse(self, request: Request) -> None:
@@ -104,18 +146,37 @@ class _Search:
         goes_on = True
         while not fitting and (goes_on or self._order.ask_next()):
             goes_on = False
-            for bucket, requests in enumerate(self._order.candidates(CANDIDATES_PER_BUCKET)):
+            candidates = self._order.candidates(CANDIDATES_PER_BUCKET)
+            refused: list[Request] = []
+            for bucket, requests in enumerate(candidates):
                 for request in requests:
                     if request.rid not in known:
                         if must_wait(self._builder, request):
-                            self._order.take(request)  # those behind it have the turn
+                            self._order.pass_over(request)
                             goes_on = True
                             continue
                         known[request.rid] = self._look_at(request, bucket, seconds)
                     candidate = known[request.rid]
                     if candidate is not None:
                         fitting.append(candidate)
+                    else:
+                        refused.append(request)
+            if not fitting and self._pass_over(refused):
+                goes_on = True
         return fitting
+
+    def _pass_over(self, refused: Sequence[Request]) -> bool:
+        """Leave out those that lack memory, so that others behind them are looked at. These must
+        fit beside one that is the only candidate: it is urgent, or due. False: none is left out."""
+        builder, view = self._builder, self._builder.view
+        lacking = [r for r in refused if builder.skipped.get(r.rid) is SkipReason.MEMORY_BUDGET]
+        lacking = lacking[: self._num_left]
+        self._num_left -= len(lacking)
+        if lacking and len(refused) == 1 and (view.running or view.unfinished):
+            builder.ledger.set_aside(refused[0], view.match(refused[0]))
+        for request in lacking:
+            self._order.pass_over(request)
+        return bool(lacking)
 
     def _look_at(self, request: Request, bucket: int, seconds: float) -> Candidate | None:
         builder, ledger = self._builder, self._builder.ledger

@@ -55,7 +55,12 @@ from cosched.core.request import Request, RequestClass, num_tokens_of
 from cosched.core.view import OfflineOrder, View
 from cosched.schedule.base import PolicySettings
 from cosched.schedule.builder import PlanBuilder
-from cosched.schedule.candidates import Candidate, admit_best, punishments
+from cosched.schedule.candidates import (
+    Candidate,
+    admit_best,
+    least_urgent_first,
+    punishments,
+)
 from cosched.schedule.deadlines import Deadlines, PrefillSlacks, online_prefills
 from cosched.schedule.forecast import KvForecast
 from cosched.schedule.online_order import (
@@ -159,7 +164,7 @@ class CoschedPolicy:
         if settings.tiers:
             num = len(settings.tiers)
             self.initial = Past(turns=(LateTurn(),) * num, credits=(0.0,) * num)
-        self._steps = _LONGEST_FIRST if options.longest_first else Steps()
+        self._steps = _steps(options)
 
     def plan(self, view: View, state: Past) -> tuple[Plan, Past]:
         options = self._options
@@ -326,7 +331,11 @@ def _expected_output(length: LengthEstimate) -> float:
     return sum(length.ends) / len(length.ends) if length.ends else float(length.median)
 
 
-_LONGEST_FIRST = Steps(
-    admit=partial(admit_best, choose=_longest_reply_first),
-    decode_order=shortest_first,
-)
+def _steps(options: CoschedOptions) -> Steps:
+    if not options.longest_first:
+        return Steps()
+    return Steps(
+        admit=partial(admit_best, choose=_longest_reply_first),
+        victims=least_urgent_first,
+        decode_order=shortest_first,
+    )

@@ -252,6 +252,17 @@ class Ledger:
             return max((num_cached + tokens) // page * page - num_cached, 0)
         return max(tokens // unit * unit, 0)
 
+    @property
+    def has_forecast(self) -> bool:
+        """Requests are admitted by the expected lengths of outputs."""
+        return self._forecast is not None
+
+    def set_aside(self, request: Request, match: Match) -> None:
+        """From now on requests are admitted only if they fit beside this one, which waits for
+        memory. Only with a forecast."""
+        assert self._forecast is not None
+        self._forecast.add(request, match)
+
     def charge_admission(self, request: Request, match: Match, num_tokens: int) -> None:
         """Spend what admitting `num_tokens` of a waiting request takes."""
         self._num_admitted += 1

@@ -260,19 +260,24 @@ def admit_online(builder: PlanBuilder, pace: Pace, steps: Steps, request: Reques
     if builder.admit(request, match, at_most):
         return True
     if at_most > 0:
-        for victim in _victims_for(builder, steps, request, match, at_most):
+        victims = victims_for(builder, steps=steps, tier=request.tier)
+        for victim in enough_victims(builder, victims, request, match, at_most):
             builder.preempt(victim)
     return builder.admit(request, match, at_most)
 
 
-def _victims_for(
-    builder: PlanBuilder, steps: Steps, request: Request, match: Match, at_most: int
+def enough_victims(
+    builder: PlanBuilder,
+    victims: Iterable[Request],
+    request: Request,
+    match: Match,
+    at_most: int,
 ) -> list[Request]:
-    """The first offline requests, in the order of victims, whose preemption admits an online one;
-    none if preempting all of them is not enough."""
+    """The first of the victims whose preemption admits a request; none if preempting all of them
+    is not enough."""
     trial = builder.ledger.fork()
     chosen: list[Request] = []
-    for victim in victims_for(builder, steps=steps, tier=request.tier):
+    for victim in victims:
         reason = trial.refusal(request, match, at_most=at_most)
         if reason is None:
             return chosen
