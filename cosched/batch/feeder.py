@@ -109,7 +109,7 @@ class Feeder:
         self._in_flight: dict[str, dict[int, _InFlight]] = defaultdict(dict)
         self._finished: list[Finished] = []
         self._has_finished = asyncio.Event()
-        self._flushing = asyncio.Lock()
+        self._flushing, self._starting = asyncio.Lock(), asyncio.Lock()
         self._validation: asyncio.Task[None] | None = None
         self._not_validated: set[str] = set()
         """Batches whose validation raised an error: others come before them."""
@@ -419,6 +419,8 @@ class Feeder:
         if isinstance(line, RequestLine):
             try:
                 state = self._state(self._deadline_s(batch), batch.owner, batch.tenant)
+                async with self._starting:
+                    await asyncio.sleep(0)  # one line in each turn of the loop, which serves chats
                 outcome = await self._client.send(line, extensions={"state": state})
             except Exception:
                 logger.exception("batches: line %d of %s", line.number, batch.id)

@@ -59,6 +59,7 @@ METRICS = (
     ),
     _counter("batches_tokens", "Tokens of answered lines since the start, by kind.", ("kind",)),
     _gauge("batches_servers", "Live servers sharing this store."),
+    _gauge("http_loop_lag_seconds", "Longest lag of the HTTP event loop in the last minute."),
     _gauge("batches_tokens_per_second", _RATE_TEXT),
     _gauge("batch_lines", "Lines of one batch by state.", ("batch", "state")),
     _gauge("batch_tokens", _TOKENS_TEXT, ("batch", "kind")),
@@ -78,6 +79,7 @@ class Snapshot:
     in_flight      batch -> its lines at the scheduler
     finished       since the start: answered, failed, input, output -> lines and tokens
     num_servers    live servers that share the store
+    loop_lag_s     longest lag of the event loop in the last minute
     """
 
     now: int
@@ -88,6 +90,7 @@ class Snapshot:
     finished: Mapping[str, int]
     tokens_per_s: float | None
     num_servers: int = 1
+    loop_lag_s: float = 0.0
 
 
 def exposition(found: Snapshot) -> bytes:
@@ -128,6 +131,7 @@ def _samples(found: Snapshot) -> Iterator[tuple[str, tuple[str, ...], float]]:
     for kind in ("input", "output"):
         yield "batches_tokens", (kind,), found.finished.get(kind, 0)
     yield "batches_servers", (), found.num_servers
+    yield "http_loop_lag_seconds", (), found.loop_lag_s
     if found.tokens_per_s is not None:
         yield "batches_tokens_per_second", (), found.tokens_per_s
     for batch in sorted(found.open, key=lambda one: one.expires_at)[:_MAX_BATCHES]:

@@ -68,6 +68,8 @@ class BatchService:
         slots = FairSlots(_NUM_THREADS, per_key=_THREADS_PER_KEY, max_waiting=_MAX_WAITING)
         self.threads = FairThreads("cosched-files", slots, answer_s=_ANSWER_S)
         self._feeder: Feeder | None = None
+        self.loop_lag_s: Callable[[], float] = lambda: 0.0
+        """The longest of the last minute [s]."""
 
     def summary(self) -> str:
         """The folder and the remaining work of earlier batches, for the log at the start."""
@@ -117,7 +119,7 @@ class BatchService:
         feeder = self._feeder
         finished = {} if feeder is None else dict(feeder.finished)
         rate = None if feeder is None else feeder.rate
-        num_servers = self.num_servers
+        num_servers, loop_lag_s = self.num_servers, self.loop_lag_s()
 
         def read() -> Snapshot:
             found, taken = self.store.open(), self.store.num_taken()
@@ -130,6 +132,7 @@ class BatchService:
                 finished=finished,
                 tokens_per_s=None if rate is None else rate.tokens_per_s,
                 num_servers=num_servers,
+                loop_lag_s=loop_lag_s,
             )
 
         return read

@@ -26,6 +26,7 @@ from cosched.engine.front import own_request
 from cosched.engine.history import PERIOD_S, History
 from cosched.engine.middleware import App, Message, Receive, Scope, Send, add_page
 from cosched.engine.offline_gate import limits_to_message
+from cosched.engine.preparation import LoopLag, PreparationGate
 from cosched.policies import policy_entry
 
 logger = logging.getLogger(__name__)
@@ -64,8 +65,12 @@ def limits_of(body: bytes) -> OfflineLimits:
 def add_routes(app: Any, config: Config) -> None:
     """Give SGLang's application cosched's routes; before it starts."""
 
+    lag = app.state.cosched_loop_lag = LoopLag()
+    app.state.cosched_preparation = PreparationGate(lag)
+
     async def show() -> Response:
-        return _json(await _state(config))
+        http = {"loop_lag_s": round(lag.now_s, 4), "longest_loop_lag_s": round(lag.most_s, 4)}
+        return _json(await _state(config) | {"http": http})
 
     async def set_offline(request: Request) -> Response:
         limits = limits_of(await request.body())
@@ -107,6 +112,7 @@ def add_routes(app: Any, config: Config) -> None:
     app.add_api_route("/cosched/offline", protect(set_offline), methods=["POST"])
     app.add_middleware(_TurnAway)
     add_page(app)
+    _run_beside(app, lag.measuring)
     if policy_entry(config.policy).make is not None:
         _run_beside(app, recording)
 
@@ -120,6 +126,7 @@ def add_batches(app: Any, config: Config, api_key: str | None) -> None:
     if config.policy == "sglang":
         logger.warning("batches: under policy 'sglang' their requests queue with chats")
     service = BatchService(config.batches, keys=config.api_keys())
+    service.loop_lag_s = lambda: app.state.cosched_loop_lag.most_s
     logger.info("batches: %s", service.summary())
     routes.add_routes(
         app,

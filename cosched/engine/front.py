@@ -36,6 +36,7 @@ from cosched.core.wire import (
     with_slo,
     without_targets,
 )
+from cosched.engine.preparation import TICKET_KEY
 from cosched.errors import LimitError
 from cosched.limits.api_keys import NO_KEYS, ApiKeys
 from cosched.limits.claims import Grant, KeyGate, hex_digest, presented_key
@@ -219,6 +220,12 @@ def is_own(request: Any) -> bool:
     return hasattr(getattr(request, "state", None), _OWN)
 
 
+def is_offline(request: Any) -> bool:
+    """Whether a request that was read is offline."""
+    grant: Grant | None = getattr(request.state, _STATE, None)
+    return grant is not None and grant.request_class is RequestClass.OFFLINE
+
+
 def was_aborted(reply: Any) -> bool:
     """Whether a reply, or a part of one, ends because it was aborted; errors have a status."""
     reasons = [(each.get("meta_info") or {}).get("finish_reason") for each in _parts(reply)]
@@ -265,6 +272,8 @@ class ReplyMiddleware:
             grant = state.get(_STATE)
             if grant is not None:
                 self.front().gate.leave(grant)
+            if (ticket := state.get(TICKET_KEY)) is not None:
+                ticket.end()
 
         is_http = scope["type"] == "http"
         try:

@@ -20,11 +20,12 @@ from cosched.config import Config, load_config
 from cosched.engine.access import REDACTED, SECRET_ARGUMENTS, Access, Keys, hide_in_command
 from cosched.engine.admin import add_batches, add_routes
 from cosched.engine.checks import check_input, check_params, check_tokenized, scope_of
-from cosched.engine.front import Front, ReplyMiddleware, is_own, was_aborted
+from cosched.engine.front import Front, ReplyMiddleware, is_offline, is_own, was_aborted
 from cosched.engine.middleware import BodyLimit
 from cosched.engine.model_operations import is_about_to_read, unloading, use_model_lock
 from cosched.engine.owned_ids import OwnedDict, with_owner, without_owner
 from cosched.engine.port import pace_checks
+from cosched.engine.preparation import TICKET_KEY, PreparationGate, is_prepared
 from cosched.engine.shutdown import drain, signals_left_to_parent
 from cosched.engine.startup import log_ready, wait_until_listening
 from cosched.engine.support import check_arguments
@@ -186,7 +187,7 @@ async def read_body(original: Any, request: Any) -> Any:
     """Body and headers of every endpoint are checked and read for class and targets before a stream
     has begun, so that an error is HTTP 400, or 429 for an API key above its limit. SGLang's request
     models drop ``service_tier`` and correct wrong values of ``priority``. Errors use the names that
-    the client used."""
+    the client used. Offline requests go on a few at a time, slower while the event loop lags."""
     body = await original(request)
     route = getattr(request.scope.get("route"), "path", "")
     try:
@@ -197,6 +198,9 @@ async def read_body(original: Any, request: Any) -> Any:
         status = 400 if isinstance(error, RequestError) else 429
         # FastAPI passes on only this type; SGLang gives it the endpoint's form.
         raise HTTPException(status_code=status, detail=str(error)) from None
+    gate: PreparationGate | None = getattr(app.state, "cosched_preparation", None)
+    if gate is not None and is_offline(request):
+        setattr(request.state, TICKET_KEY, await gate.enter())
     return body
 
 
@@ -294,7 +298,9 @@ def own_responses(_: Any, serving: Any, *__: Any, **___: Any) -> None:
 def check_values(manager: Any, obj: Any, input_ids: Any) -> None:
     """SGLang does not check the types of its sampling parameters: a string as a ``logit_bias``
     raises in the scheduler and ends the server. What depends on the tokens of the prompt is checked
-    here too: an empty prompt would never be answered, ``logprob_start_len`` must be within it."""
+    here too: an empty prompt would never be answered, ``logprob_start_len`` must be within it. The
+    next offline request may be prepared."""
+    is_prepared()
     try:
         check_params(obj.sampling_params, manager.sampling_params_class)
         check_tokenized(obj, input_ids, scope_of(manager))
