@@ -28,8 +28,9 @@ class QuotaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_open_batches   most batches that have not ended, of an API key; where the server does not
                        isolate keys, of one ``metadata.tenant``; absent: no limit
     max_waiting_lines  most lines without a result in those batches; absent: no limit
-    max_stored_mb      most that the files of an API key may have together, results included [MB of
-                       1,000,000 bytes]; results are never refused; absent: no limit
+    max_stored_mb      most that the files of an API key may have together, results included and
+                       1,000 bytes more for each [MB of 1,000,000 bytes]; results are never refused;
+                       absent: no limit
     """
 
     max_open_batches: int | None = None

@@ -22,12 +22,13 @@ from cosched.batch.database import Database, batches, files, results
 from cosched.batch.errors import ApiError, not_found
 from cosched.batch.jsonl.lines import raw_lines
 from cosched.batch.jsonl.parquet import ParquetRows, TooLargeError, is_parquet
-from cosched.batch.quota import check_new_file
+from cosched.batch.quota import check_new_file, most_stored, stored_bytes
 from cosched.batch.storage import FilesUnavailableError, Storage
 from cosched.errors import CoschedError
 
 _RESULTS_PER_PAGE = 200
 _BLOCK_BYTES = 1 << 20
+_MAX_NAME = 255
 _DECODER_MB, _TIMES_FILE = 128, 4
 """Memory to decode a Parquet file that may be accepted: of lines of 1 MB, pyarrow makes one page,
 which is there compressed and decompressed, and its values are copied."""
@@ -71,6 +72,15 @@ def _decoded(rows: ParquetRows, config: BatchesConfig) -> Iterator[bytes]:
         if num_left < 0:
             raise too_large(config, f"; as JSONL, row {number} exceeds that")
         yield block
+
+
+def checked_name(filename: str) -> str:
+    """ApiError 400: lists of files show it."""
+    if len(filename) > _MAX_NAME:
+        raise ApiError(
+            f"file: its name has {len(filename)} characters; the limit is {_MAX_NAME}", param="file"
+        )
+    return filename
 
 
 def too_large(config: BatchesConfig, more: str = "") -> ApiError:
@@ -127,6 +137,14 @@ class FileStore:
             if not is_published:
                 self._storage.discard(name)
         return file
+
+    def room(self, owner: str) -> int | None:
+        """Bytes that the quota leaves for new files; None: there is no limit."""
+        if self._quota.max_stored_mb is None:
+            return None
+        with self._database.read() as connection:
+            num_stored = stored_bytes(connection, owner, now=int(self._clock()))
+        return most_stored(self._quota.max_stored_mb) - num_stored
 
     def get(self, name: str, *, owner: str | None) -> File:
         """ApiError 404."""

@@ -16,6 +16,8 @@ from cosched.batch.jsonl.batch_api import QUOTA_CODE
 
 _RETRY_S = 30
 _MB = 1_000_000
+FILE_BYTES = 1000
+"""As which a file counts beside its bytes: its row and its name."""
 
 
 def check_new_batch(
@@ -59,18 +61,33 @@ def check_new_file(
     if quota.max_stored_mb is None:
         return
     database.keep_others_from_quotas(connection)
-    query = sa.select(sa.func.coalesce(sa.func.sum(files.c.num_bytes), 0)).where(
-        files.c.owner == file.owner,
+    room = most_stored(quota.max_stored_mb) - stored_bytes(connection, file.owner, now=now)
+    if file.num_bytes + FILE_BYTES > room:
+        raise beyond_stored(room, file.num_bytes + FILE_BYTES)
+
+
+def most_stored(max_stored_mb: float) -> int:
+    return int(max_stored_mb * _MB)
+
+
+def stored_bytes(connection: sa.Connection, owner: str, *, now: int) -> int:
+    """What the files of an owner count as."""
+    size = files.c.num_bytes + FILE_BYTES
+    query = sa.select(sa.func.coalesce(sa.func.sum(size), 0)).where(
+        files.c.owner == owner,
         sa.or_(files.c.expires_at.is_(None), files.c.expires_at > now),
     )
-    num_stored = connection.execute(query).scalar_one()
-    most = int(quota.max_stored_mb * _MB)
-    if num_stored + file.num_bytes > most:
-        raise _refused(
-            f"the files of this API key have {num_stored} bytes, and may have {most} "
-            f"(batches.quota.max_stored_mb): {file.num_bytes} more are too many. Delete some",
-            param="file",
-        )
+    return int(connection.execute(query).scalar_one())
+
+
+def beyond_stored(room: int, num_bytes: int) -> ApiError:
+    """room: what is left of the quota [bytes]"""
+    return _refused(
+        f"the files of this API key may have {max(room, 0)} bytes more, of "
+        f"batches.quota.max_stored_mb, and each counts {FILE_BYTES} beside its own: {num_bytes} "
+        "are too many. Delete some",
+        param="file",
+    )
 
 
 def _refused(message: str, *, param: str | None = None, retry_s: int | None = None) -> ApiError:

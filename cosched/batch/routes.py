@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -11,7 +11,6 @@ import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 from starlette.datastructures import UploadFile
-from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
 
 from cosched.batch.api import (
@@ -23,19 +22,15 @@ from cosched.batch.api import (
     new_batch,
     page_json,
 )
-from cosched.batch.data import Batch
+from cosched.batch.data import Batch, File
 from cosched.batch.errors import ApiError, StoreUnavailableError
-from cosched.batch.files import too_large, upload_blocks
+from cosched.batch.files import checked_name, too_large, upload_blocks
 from cosched.batch.prometheus import exposition
 from cosched.batch.service import BatchService
-from cosched.batch.storage import FilesUnavailableError
+from cosched.batch.uploads import Uploads
 from cosched.limits.claims import hex_digest, presented_key
 
 Handler = Callable[[Request], Awaitable[Response]]
-
-_FORM_BYTES = 1 << 20
-"""Of a form, beside its file."""
-_MAX_FIELDS = 20
 
 
 def add_routes(
@@ -96,6 +91,7 @@ class _Routes:
         self._files = service.files
         self._store = service.store
         self._threads = service.threads
+        self._uploads = Uploads(service.config, service.files, service.threads)
 
     def _owner(self, request: Request) -> str | None:
         """The owner whose files and batches a request may see; None: all."""
@@ -113,8 +109,8 @@ class _Routes:
         return Response(text, media_type="text/plain; version=0.0.4")
 
     async def upload(self, request: Request) -> Response:
-        form = await self._form(request)
-        try:
+        key, owner = self._key(request), self._owner(request) or ""
+        async with self._uploads.form(request, key=key, owner=owner) as form:
             content, purpose = form.get("file"), form.get("purpose")
             if not isinstance(content, UploadFile):
                 raise ApiError("file: the form has no file of that name", param="file")
@@ -123,45 +119,15 @@ class _Routes:
             if (content.size or 0) > self._service.config.max_file_bytes:
                 raise too_large(self._service.config)
             file = await self._threads.run_long(
-                self._key(request),
+                key,
                 self._files.add,
                 upload_blocks(content.file, config=self._service.config),
-                owner=self._owner(request) or "",
-                filename=content.filename or "",
+                owner=owner,
+                filename=checked_name(content.filename or ""),
                 purpose="batch",
                 expires_s=expiry_seconds(form),
             )
-        finally:
-            await form.close()
         return _json(file_json(file))
-
-    async def _form(self, request: Request) -> Any:
-        """The form of an upload; its file is spooled to the disk. ApiError 400, 413, 503."""
-        if not request.headers.get("content-type", "").startswith("multipart/form-data"):
-            raise ApiError("upload a file as multipart/form-data")
-        parser = MultiPartParser(
-            request.headers, self._limited(request), max_files=1, max_fields=_MAX_FIELDS
-        )
-        try:
-            return await parser.parse()
-        except (MultiPartException, KeyError) as error:
-            raise ApiError(f"the form cannot be read: {error}") from None
-        except OSError as error:  # of the disk with the temporary files
-            raise FilesUnavailableError(
-                f"an upload cannot be kept: {error.strerror or error}"
-            ) from error
-
-    async def _limited(self, request: Request) -> AsyncGenerator[bytes, None]:
-        most = self._service.config.max_file_bytes + _FORM_BYTES
-        announced = request.headers.get("content-length", "")
-        if announced.isdecimal() and int(announced) > most:
-            raise too_large(self._service.config)
-        num_bytes = 0
-        async for chunk in request.stream():
-            num_bytes += len(chunk)
-            if num_bytes > most:
-                raise too_large(self._service.config)
-            yield chunk
 
     async def list_files(self, request: Request) -> Response:
         query = request.query_params
@@ -177,7 +143,8 @@ class _Routes:
             limit=limit_of(query.get("limit"), default=10_000, most=10_000),
             newest_first=order == "desc",
         )
-        return _json(page_json([file_json(file) for file in found], has_more))
+        encoded = await self._threads.run(self._key(request), _files_page, found, has_more)
+        return Response(encoded, media_type="application/json")
 
     async def show_file(self, request: Request) -> Response:
         return _json(file_json(await self._file(request)))
@@ -264,6 +231,11 @@ class _Routes:
         batch = await self._threads.run(key, self._store.cancel, name, owner=owner)
         self._service.wake()
         return await self._shown(key, batch)
+
+
+def _files_page(found: list[File], has_more: bool) -> bytes:
+    """In a thread: there may be 10,000."""
+    return msgspec.json.encode(page_json([file_json(file) for file in found], has_more))
 
 
 def _json(content: Any, status: int = 200) -> Response:

@@ -25,8 +25,6 @@ _PAGE_HEADERS = {
 
 _WITH_LARGE_BODIES = (
     "/v1/files",
-    "/v1/uploads",
-    "/v1/audio",
     "/update_weights",
     "/load_lora_adapter",
     "/add_external_corpus",

@@ -80,13 +80,13 @@ def test_waiting_lines(api, stand_in):
     api.wait(api.create(lines(10)))
 
 
-@pytest.mark.parametrize("stand_in", [{"quota": QuotaConfig(max_stored_mb=0.002)}], indirect=True)
-def test_stored_bytes(api, folder):
+@pytest.mark.parametrize("stand_in", [{"quota": QuotaConfig(max_stored_mb=0.004)}], indirect=True)
+def test_stored_bytes_count_the_rows_of_files_too(api, folder):
     file = api.upload(["x" * 1499])
     message, _ = refusal(lambda: api.upload(["x" * 500]))
     assert message == (
-        "the files of this API key have 1500 bytes, and may have 2000 "
-        "(batches.quota.max_stored_mb): 501 more are too many. Delete some"
+        "the files of this API key may have 1500 bytes more, of batches.quota.max_stored_mb, and "
+        "each counts 1000 beside its own: 1501 are too many. Delete some"
     )
     assert len(list((folder / "files").iterdir())) == 1
     Api(api.url, key="other").upload(["x" * 500])
