@@ -75,9 +75,7 @@ def log_ready(server_args: Any, config: Config) -> None:
     logger.info("cosched: ready on %s: %s", url, describe(config, server_args))
     resolved = resolving_view(server_args)
     if (Path(resolved.model_path) / DEMO_MODEL_STAMP).exists():
-        logger.info(
-            "cosched: the demo model has random weights: its replies are gibberish"
-        )
+        logger.info("cosched: the demo model has random weights: its replies are gibberish")
     body = {
         "model": resolved.served_model_name,
         "max_tokens": 64,

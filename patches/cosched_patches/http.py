@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import sys
+import time
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -20,6 +21,7 @@ from cosched.config import Config, load_config
 from cosched.engine.access import REDACTED, SECRET_ARGUMENTS, Access, Keys, hide_in_command
 from cosched.engine.admin import add_batches, add_routes
 from cosched.engine.checks import check_input, check_params, check_tokenized, scope_of
+from cosched.engine.connections import SilentConnections
 from cosched.engine.front import Front, ReplyMiddleware, is_offline, is_own, was_aborted
 from cosched.engine.middleware import BodyLimit
 from cosched.engine.model_operations import is_about_to_read, unloading, use_model_lock
@@ -165,6 +167,19 @@ def announce_ready(
             launch_callback()
 
     original(server_args, announce, **options)
+
+
+_SILENT = SilentConnections()
+_TICKS = 10
+"""Of uvicorn, in a second."""
+
+
+async def end_silent(original: Any, server: Any, counter: int) -> Any:
+    """Connections that are open and send nothing are ended after a minute, and the oldest where
+    there are more than 1,000. Uvicorn has no limit for a first request, its headers or its body."""
+    if counter % _TICKS == 0:
+        _SILENT.end(server.server_state.connections, time.monotonic())
+    return await original(server, counter)
 
 
 async def drain_first(original: Any, manager: Any) -> None:
@@ -410,6 +425,7 @@ SEAMS: tuple[Seam, ...] = (
         "server_args, launch_callback, execute_warmup_func, post_warmup_callback",
         announce_ready,
     ),
+    around("uvicorn.Server.on_tick", "self, counter", end_silent),
     around(f"{_MANAGER}.sigterm_watchdog", "self", drain_first),
     after(f"{_MANAGER}.init_weight_update", "self", wait_for_begun_only),
     around(f"{_MANAGER}._unload_lora_adapter_locked", "self, obj", unload_without_waiting),

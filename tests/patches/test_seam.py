@@ -157,7 +157,7 @@ class TestSeams:
 
     def test_are_documented(self):
         for each in SEAMS:
-            assert each.target.startswith("sglang."), each
+            assert each.target.startswith(("sglang.", "uvicorn.")), each
             assert each.kind in ("before", "after", "around"), each
             assert re.search(r"[.)]$", each.hook.__doc__), each
 

@@ -1,0 +1,88 @@
+"""Offline requests are prepared a few at a time, and slower while the event loop lags."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from cosched.engine.preparation import LoopLag, PreparationGate, is_prepared
+
+
+def test_a_few_are_prepared_at_a_time_and_the_next_as_one_is_tokenized():
+    async def run():
+        gate, preparing, most = PreparationGate(LoopLag()), set(), [0]
+
+        async def request(number):
+            await gate.enter()
+            preparing.add(number)
+            most[0] = max(most[0], len(preparing))
+            await asyncio.sleep(0.001)
+            preparing.discard(number)
+            is_prepared()
+            is_prepared()  # of each sequence of a request
+            await asyncio.sleep(60)  # it runs: others do not wait for that
+
+        tasks = [asyncio.create_task(request(number)) for number in range(50)]
+        await asyncio.sleep(0.5)
+        assert most[0] == 4 and not preparing
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(run())
+
+
+def test_requests_that_fail_or_leave_give_their_places_back():
+    async def run():
+        gate = PreparationGate(LoopLag())
+        for _ in range(9):
+            (await gate.enter()).end()
+        held = [await gate.enter() for _ in range(4)]
+        gone = asyncio.create_task(gate.enter())
+        await asyncio.sleep(0.01)
+        gone.cancel()
+        await asyncio.gather(gone, return_exceptions=True)
+        for ticket in held:
+            ticket.end()
+            ticket.end()
+        for _ in range(9):
+            (await gate.enter()).end()
+
+    asyncio.run(run())
+
+
+def test_while_the_loop_lags_each_waits_for_as_long_as_it_lags():
+    async def run(lag_s):
+        lag, waits = LoopLag(), []
+        lag.add(lag_s)
+        gate, began_s = PreparationGate(lag), time.monotonic()
+        for _ in range(5):
+            (await gate.enter()).end()
+            waits.append(time.monotonic() - began_s)
+        return waits[-1]
+
+    assert asyncio.run(run(0.1)) >= 5 * 0.1 > asyncio.run(run(0.001))
+
+
+def test_the_lag_of_a_loop_that_stops_is_seen():
+    async def run():
+        lag = LoopLag()
+        async with lag.measuring():
+            await asyncio.sleep(0.05)
+            time.sleep(0.3)
+            await asyncio.sleep(0.1)
+        return lag.most_s
+
+    assert 0.2 < asyncio.run(run())
+
+
+def test_the_longest_lag_is_that_of_the_last_minute():
+    now_s = [0.0]
+    lag = LoopLag(lambda: now_s[0])
+    for at_s, lag_s in ((0, 0.5), (10, 0.2), (20, 0.1), (50, 0.3)):
+        now_s[0] = at_s
+        lag.add(lag_s)
+    assert lag.most_s == 0.5
+    now_s[0] = 70.0
+    lag.add(0.0)
+    assert lag.most_s == 0.3 and lag.now_s == 0.0
