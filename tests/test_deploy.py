@@ -87,6 +87,32 @@ def test_a_server_knows_its_flags(where, monkeypatch):
     assert graces.get(where, "55").rstrip("s") == "55"
 
 
+def test_the_key_of_the_operator_is_no_flag():
+    """Each user of a machine sees flags."""
+    assert not [flag for flags in SERVERS.values() for flag in flags if "api-key" in flag]
+    environments = [
+        load("compose.yaml")["services"]["replica-1"]["environment"],
+        [one["name"] for one in container("cosched")["env"]],
+        (DEPLOY / "cosched.service").read_text(),
+    ]
+    assert all("COSCHED_ADMIN_API_KEY" in one for one in environments)
+
+
+def test_compose_listens_on_this_machine_and_has_no_default_password():
+    text = (DEPLOY / "compose.yaml").read_text()
+    services = load("compose.yaml")["services"]
+    ports = [port for one in services.values() for port in one.get("ports", ())]
+    assert len(ports) == 5
+    assert all(port.startswith("${BIND:-127.0.0.1}:") for port in ports)
+    for name in ("ADMIN_KEY", "POSTGRES_PASSWORD", "GRAFANA_PASSWORD"):
+        assert f"${{{name}:?" in text  # an unset one is an error that says what it is
+    assert "GF_SECURITY_ADMIN_PASSWORD" in services["grafana"]["environment"]
+
+
+def test_every_alert_has_a_severity():
+    assert {rule["labels"]["severity"] for rule in RULES} == {"critical", "warning"}
+
+
 def test_both_routers_have_the_same_flags():
     ours = load("compose.yaml")["services"]["router"]["command"]
     assert [one.replace("replica-1", "cosched-0.cosched").replace("replica-2", "cosched-1.cosched")
