@@ -16,3 +16,9 @@ def chat(custom_id, **body):
 def completion(custom_id, **body):
     defaults = {"model": "default", "prompt": f"hello {custom_id}", "max_tokens": 4}
     return line(custom_id, "/v1/completions", **(defaults | body))
+
+
+def error_of(record):
+    """Of a line of an error file: that of its response, or its own."""
+    assert (record["response"] is None) != (record["error"] is None), record
+    return record["error"] or record["response"]["body"]["error"]

@@ -11,6 +11,7 @@ import pytest
 from cosched.errors import CoschedError
 from tests.batch.api import line
 from tests.fake_server import FakeServer, Reply, answer
+from tests.request_lines import error_of
 
 ray = pytest.importorskip("ray", reason="the stage needs Ray Data (cosched[ray])")
 pytest.importorskip("pyarrow")
@@ -85,7 +86,7 @@ def test_a_data_set_is_answered_once_in_prefix_order_and_a_restart_resumes(two, 
     }
     assert len(records(out)) == 600
     errors = {one["custom_id"]: one for one in records(out, "errors")}
-    assert {name: one["error"]["code"] for name, one in errors.items()} == {
+    assert {name: error_of(one)["code"] for name, one in errors.items()} == {
         None: "invalid_json_line", "refused": "http_400",
     }  # fmt: skip
     assert errors[None]["line"] is None

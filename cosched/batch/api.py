@@ -9,14 +9,15 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from cosched.batch.data import Batch, File, NewBatch, Status
+from cosched.batch.data import Batch, File, NewBatch, Offer, Status
 from cosched.batch.errors import ApiError
 from cosched.batch.forecast import Outlook
-from cosched.batch.jsonl.lines import URLS
+from cosched.batch.jsonl.lines import URLS, canonical_url
 
 TENANT_KEY = "tenant"
 """In a batch's metadata: the tenant it belongs to."""
 
+_ANY = Offer()
 _UNITS_S = {"m": 60, "h": 3600, "d": 86400}
 _MAX_WINDOW_S = 30 * 86400
 _ERROR_TYPES = {429: "insufficient_quota", 503: "server_error"}
@@ -33,7 +34,7 @@ class _ExpiresAfter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seconds: Annotated[int, msgspec.Meta(ge=3600, le=2_592_000)]
 
 
-class _Create(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _Create(msgspec.Struct, frozen=True):
     input_file_id: str
     endpoint: str
     completion_window: str
@@ -41,16 +42,19 @@ class _Create(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     output_expires_after: _ExpiresAfter | None = None
 
 
-def new_batch(body: bytes, *, owner: str) -> NewBatch:
+def new_batch(body: bytes, *, owner: str, offer: Offer = _ANY) -> NewBatch:
     """From the body of ``POST /v1/batches``. ApiError 400."""
     try:
         asked = msgspec.json.decode(body, type=_Create)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         found = _PATH.search(str(error))
         raise ApiError(str(error), param=found[1] if found else None) from None
-    if asked.endpoint not in URLS:
+    endpoint = canonical_url(asked.endpoint)
+    if endpoint not in offer.endpoints:
+        why = " that this model has" if endpoint in URLS else ""
+        supported = ", ".join(offer.endpoints)
         raise ApiError(
-            f"invalid value: {asked.endpoint!r}. Supported values are: {', '.join(URLS)}",
+            f"invalid value: {asked.endpoint!r}. Supported values{why} are: {supported}",
             param="endpoint",
             code="invalid_value",
         )
@@ -58,13 +62,21 @@ def new_batch(body: bytes, *, owner: str) -> NewBatch:
     return NewBatch(
         owner=owner,
         tenant=(asked.metadata or {}).get(TENANT_KEY, ""),
-        endpoint=asked.endpoint,
+        endpoint=endpoint,
         input_file_id=asked.input_file_id,
         completion_window=asked.completion_window,
         window_s=window_seconds(asked.completion_window),
         metadata=asked.metadata,
         output_expires_after_s=None if expires is None else expires.seconds,
+        model=offer.model,
     )
+
+
+def unknown_fields(body: bytes) -> list[str]:
+    """Of a body that `new_batch` accepts: gateways add fields for themselves (LiteLLM's
+    ``custom_llm_provider``). They have no effect, and the reply names them."""
+    known = _Create.__struct_fields__
+    return [name for name in msgspec.json.decode(body, type=dict[str, Any]) if name not in known]
 
 
 def window_seconds(text: str) -> int:
@@ -142,6 +154,7 @@ def batch_json(batch: Batch, outlook: Outlook | None = None) -> dict[str, Any]:
         "id": batch.id,
         "object": "batch",
         "endpoint": batch.endpoint,
+        "model": batch.model,
         "errors": None
         if not batch.faults
         else {

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+
+from cosched.batch.jsonl.lines import URLS
 
 
 class Status(StrEnum):
@@ -68,6 +70,7 @@ class NewBatch:
     output_expires_after_s  how long the results are kept [s]; None: until they are deleted
     num_bytes               of the input file
     num_lines               of the input file; 0: not counted
+    model                   that the server serves; None: not known
     """
 
     owner: str
@@ -80,6 +83,16 @@ class NewBatch:
     output_expires_after_s: int | None
     num_bytes: int = 0
     num_lines: int = 0
+    model: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """What a server offers to batches: its model's name, None where it is not known, and the
+    endpoints that the model has."""
+
+    model: str | None = None
+    endpoints: Sequence[str] = URLS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

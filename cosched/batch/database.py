@@ -12,7 +12,7 @@ import sqlalchemy as sa
 from cosched.batch.errors import StoreUnavailableError
 from cosched.errors import ConfigError
 
-VERSION = 5
+VERSION = 6
 """Of the tables below. A change of them needs a new version and an entry in `_UPGRADES`."""
 
 _UPGRADES: dict[int, tuple[str, ...]] = {
@@ -30,6 +30,7 @@ _UPGRADES: dict[int, tuple[str, ...]] = {
     ),
     3: ("ALTER TABLE batches ADD COLUMN num_lines BIGINT NOT NULL DEFAULT 0",),
     4: ("ALTER TABLE batches ADD COLUMN device_s DOUBLE PRECISION NOT NULL DEFAULT 0",),
+    5: ("ALTER TABLE batches ADD COLUMN model VARCHAR(1024)",),
 }
 """Version -> the SQL statements that make its tables those of the next."""
 
@@ -129,6 +130,7 @@ batches = sa.Table(
     sa.Column("cached_tokens", sa.BigInteger, nullable=False, default=0),
     sa.Column("reasoning_tokens", sa.BigInteger, nullable=False, default=0),
     sa.Column("device_s", sa.Float(53), nullable=False, default=0),
+    sa.Column("model", sa.String(1024)),
     sa.Column("output_file_id", sa.String(64)),
     sa.Column("error_file_id", sa.String(64)),
     # The server that reads its lines. Two would add them twice.

@@ -8,7 +8,9 @@ import tempfile
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from cosched.batch.data import Status
 from cosched.batch.jsonl.records import Failure
 from cosched.errors import CoschedError
 
@@ -16,6 +18,19 @@ _STORE_RETRY_S = 5
 _HIDDEN = "[path]"
 _SOURCE = r"(?:/[\w.+@-]+)+\.(?:py|pyc|so|c|cc|cpp|cu|h|hpp|rs|jinja)\b(?::\d+)?"
 """Source files of programs, wherever they were built."""
+
+
+CLOSED: dict[Status, Failure] = {
+    Status.EXPIRED: Failure(
+        code="batch_expired",
+        message="this request could not be executed before the completion window expired",
+    ),
+    Status.CANCELLED: Failure(
+        code="batch_cancelled",
+        message="this request was not executed because the batch was cancelled",
+    ),
+}
+"""Status with which a batch ends -> the error of its lines without a result."""
 
 
 class ApiError(CoschedError):
@@ -57,6 +72,12 @@ class StoreUnavailableError(ApiError):
     @property
     def for_log(self) -> str:
         return f"the store of batches cannot be used now: {self.reason}"
+
+
+def unsent(ending: Status) -> dict[str, Any]:
+    """Why a batch that ended in this way before all its lines were checked has no files."""
+    message = "the batch ended while its lines were being checked: none was sent, no file was made"
+    return {"code": CLOSED[ending].code, "message": message, "param": None, "line": None}
 
 
 def not_found(kind: str, name: str) -> ApiError:

@@ -20,6 +20,7 @@ from cosched.batch.config import NO_QUOTA, BatchesConfig, QuotaConfig
 from cosched.batch.data import OPEN, File
 from cosched.batch.database import Database, batches, files, results
 from cosched.batch.errors import ApiError, not_found
+from cosched.batch.jsonl.file_kinds import fault_of_file
 from cosched.batch.jsonl.lines import raw_lines
 from cosched.batch.jsonl.parquet import ParquetRows, TooLargeError, is_parquet
 from cosched.batch.quota import check_new_file, most_stored, stored_bytes
@@ -43,8 +44,12 @@ def upload_blocks(content: BinaryIO, *, config: BatchesConfig) -> Iterator[bytes
     """What is kept of an upload: its bytes, or row N of a Parquet file as line N. ApiError 400,
     413, also after some blocks: the Parquet file is damaged or too large."""
     if not is_parquet(content):
-        while block := content.read(_BLOCK_BYTES):
+        block = content.read(_BLOCK_BYTES)
+        if (fault := fault_of_file(block)) is not None:
+            raise ApiError(f"file: {fault}", param="file")
+        while block:
             yield block
+            block = content.read(_BLOCK_BYTES)
         return
     try:
         memory_mb = _DECODER_MB + _TIMES_FILE * math.ceil(config.max_file_mb)

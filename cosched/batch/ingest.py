@@ -13,6 +13,7 @@ from cosched.batch.config import BatchesConfig
 from cosched.batch.data import Batch, Fault, Line, NewLine
 from cosched.batch.files import FileStore
 from cosched.batch.jsonl.lines import (
+    UNREADABLE,
     BadLine,
     IdSet,
     RawLine,
@@ -229,22 +230,25 @@ def _checked(content: BinaryIO, *, endpoint: str, rules: LineRules) -> Iterator[
             yield Fault(code="too_many_lines", message=message, param=None, line=raw.number)
             return
         line = rules.parse(raw)
-        if isinstance(line, RequestLine):
+        has_id = isinstance(line, RequestLine) or line.code in UNREADABLE
+        if has_id and line.custom_id is not None:
             if not ids.add(line.custom_id):
                 line = duplicate_of(line)
-            elif line.url != endpoint:
+            elif isinstance(line, RequestLine) and line.url != endpoint:
                 message = f"the url {line.url} does not match the batch endpoint {endpoint}"
                 line = _bad(line, "invalid_url", message, "url")
-        if isinstance(line, BadLine):
+        custom_id = line.custom_id
+        # A line whose JSON is wrong fails alone, when it is read, if it has an id to fail under.
+        if isinstance(line, BadLine) and (line.code not in UNREADABLE or custom_id is None):
             yield Fault(code=line.code, message=line.message, param=line.param, line=line.number)
             continue
-        assert raw.data is not None
+        assert raw.data is not None and custom_id is not None
         yield NewLine(
             number=line.number,
-            custom_id=line.custom_id,
+            custom_id=custom_id,
             start=content.tell() - len(raw.data),
             num_bytes=len(raw.data),
-            prefix_key=prefix_key(line.body),
+            prefix_key=prefix_key(line.body) if isinstance(line, RequestLine) else b"",
         )
     if not num_lines:
         yield Fault(code="empty_file", message="the file has no lines", param=None, line=None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -21,8 +21,9 @@ from cosched.batch.api import (
     limit_of,
     new_batch,
     page_json,
+    unknown_fields,
 )
-from cosched.batch.data import Batch, File
+from cosched.batch.data import Batch, File, Offer
 from cosched.batch.errors import ApiError, StoreUnavailableError
 from cosched.batch.files import checked_name, too_large, upload_blocks
 from cosched.batch.prometheus import exposition
@@ -38,14 +39,16 @@ def add_routes(
     service: BatchService,
     *,
     isolate_keys: bool = True,
+    offer: Callable[[], Offer] = Offer,
     protect: Callable[[Handler], Handler] = lambda it: it,
 ) -> None:
     """Before the application starts.
 
     isolate_keys  files and batches are hidden from requests with another API key
+    offer         what batches may ask for, once requests come
     protect       marks a route as the operator's: it shows all owners
     """
-    routes = _Routes(service, isolate_keys=isolate_keys)
+    routes = _Routes(service, isolate_keys=isolate_keys, offer=offer)
     for method, path, handler in (
         ("POST", "/v1/files", routes.upload),
         ("GET", "/v1/files", routes.list_files),
@@ -58,7 +61,9 @@ def add_routes(
         ("POST", "/v1/batches/{id}/cancel", routes.cancel),
     ):
         answer = _with_errors(handler, service.log_failure)
-        app.add_api_route(path, answer, methods=[method], name=handler.__name__)
+        # A client that writes a slash at the end may not follow a redirect with its body.
+        for each in (path, f"{path}/"):
+            app.add_api_route(each, answer, methods=[method], name=handler.__name__)
     for path, handler in (
         ("/cosched/metrics", routes.metrics),
         ("/cosched/batches", routes.list_all),
@@ -85,8 +90,11 @@ def _with_errors(handler: Handler, log_failure: Callable[[StoreUnavailableError]
 
 
 class _Routes:
-    def __init__(self, service: BatchService, *, isolate_keys: bool) -> None:
+    def __init__(
+        self, service: BatchService, *, isolate_keys: bool, offer: Callable[[], Offer]
+    ) -> None:
         self._service = service
+        self._offer = offer
         self._isolate_keys = isolate_keys
         self._files = service.files
         self._store = service.store
@@ -178,7 +186,8 @@ class _Routes:
                 status=403,
             )
         owner, key = self._owner(request), self._key(request)
-        asked = new_batch(await request.body(), owner=owner or "")
+        body = await request.body()
+        asked = new_batch(body, owner=owner or "", offer=self._offer())
         file = await self._threads.run(key, self._files.get, asked.input_file_id, owner=owner)
         if file.purpose != "batch":
             raise ApiError(
@@ -193,11 +202,14 @@ class _Routes:
             asked = replace(asked, num_lines=num_lines)
         batch = await self._threads.run(key, self._store.create, asked)
         await self._service.look()
-        return await self._shown(key, batch)
+        return await self._shown(key, batch, ignored=unknown_fields(body))
 
-    async def _shown(self, key: str, batch: Batch) -> Response:
+    async def _shown(self, key: str, batch: Batch, *, ignored: Sequence[str] = ()) -> Response:
         outlooks = await self._threads.run(key, self._service.outlooks, [batch])
-        return _json(batch_json(batch, outlooks.get(batch.id)))
+        shown = batch_json(batch, outlooks.get(batch.id))
+        if ignored:
+            shown["cosched"] = {**(shown["cosched"] or {}), "ignored": ignored}
+        return _json(shown)
 
     async def list_batches(self, request: Request) -> Response:
         return await self._listed(request, self._owner(request))

@@ -20,26 +20,15 @@ import sqlalchemy as sa
 from cosched.batch.config import NO_QUOTA, QuotaConfig
 from cosched.batch.data import OPEN, Batch, Fault, File, Finished, Line, NewBatch, NewLine, Status
 from cosched.batch.database import Database, LineState, batches, files, lines, results, servers
-from cosched.batch.errors import ApiError, not_found
+from cosched.batch.errors import CLOSED, ApiError, not_found, unsent
 from cosched.batch.files import new_id
 from cosched.batch.jsonl.lines import RequestLine
-from cosched.batch.jsonl.records import Failure, RecordWriter
+from cosched.batch.jsonl.records import RecordWriter
 from cosched.batch.quota import check_new_batch
 
 _NO_FILES: Mapping[bool, tuple[str, int]] = {}
 _SUMS = ("input_tokens", "output_tokens", "cached_tokens", "reasoning_tokens", "device_s")
 _LEASED_STATES = (LineState.WAITING, LineState.TAKEN)
-_CLOSED: dict[Status, Failure] = {
-    Status.EXPIRED: Failure(
-        code="batch_expired",
-        message="this request could not be executed before the completion window expired",
-    ),
-    Status.CANCELLED: Failure(
-        code="batch_cancelled",
-        message="this request was not executed because the batch was cancelled",
-    ),
-}
-"""Status with which a batch ends -> the error of its lines without a result."""
 
 
 def records_of(batch_id: str) -> RecordWriter:
@@ -308,7 +297,7 @@ class BatchStore:
         in flight are left."""
         with self._database.write() as connection:
             row = _row(connection, name, is_locked=True)
-            if row.ending not in _CLOSED:
+            if row.ending not in CLOSED:
                 return 0
             # After an interrupted validation not all lines are known, and none was sent.
             if Status.IN_PROGRESS not in row.times:
@@ -320,7 +309,7 @@ class BatchStore:
                 .limit(limit)
                 .with_for_update()
             ).all()
-            writer, failure = records_of(name), _CLOSED[row.ending]
+            writer, failure = records_of(name), CLOSED[row.ending]
             closed = []
             for number, custom_id in left:
                 line = RequestLine(number=number, custom_id=custom_id, url=row.endpoint, body=b"")
@@ -343,11 +332,13 @@ class BatchStore:
                 return row.status not in OPEN
             if not _is_done(connection, row.seq):
                 return False
-            named = {
+            named: dict[str, Any] = {
                 f"{kind}_file_id": self._add_results(connection, row, is_errors, written)
                 for kind, is_errors in (("output", False), ("error", True))
             }
             connection.execute(lines.delete().where(lines.c.batch == row.seq))
+            if Status.IN_PROGRESS not in row.times:
+                named["faults"] = [unsent(row.ending)]
             self._move(connection, row, Status(row.ending), ending=None, **named)
             return True
 

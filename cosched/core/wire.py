@@ -102,6 +102,9 @@ was, or ``no``."""
 LATE_KEY = "cosched_late"
 """In the ``meta_info`` of SGLang's replies inside the server: a list with a `LateReason`."""
 
+MAX_TOKENS_KEY = "cosched_max_tokens"
+"""In the generation config of a model: reply tokens of a request that names no limit."""
+
 FLEX = "flex"
 
 SERVICE_TIERS: Mapping[str, RequestClass | None] = {

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from statistics import fmean
 from typing import Any
@@ -18,6 +19,7 @@ from sglang.srt.entrypoints import http_server
 from sglang.srt.managers.io_struct import SetInternalStateReq
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
+from cosched.batch.data import Offer
 from cosched.batch.rate import Progress, Running
 from cosched.config import Config
 from cosched.core.view import OfflineLimits
@@ -26,7 +28,9 @@ from cosched.engine.front import own_request
 from cosched.engine.history import PERIOD_S, History
 from cosched.engine.middleware import App, Message, Receive, Scope, Send, add_page
 from cosched.engine.offline_gate import limits_to_message
+from cosched.engine.port.endpoints import fields_by_url, served_name, urls_of, usable_tools
 from cosched.engine.preparation import LoopLag, PreparationGate
+from cosched.limits.bounds import Scope as LineScope
 from cosched.policies import policy_entry
 
 logger = logging.getLogger(__name__)
@@ -132,6 +136,7 @@ def add_batches(app: Any, config: Config, api_key: str | None) -> None:
         app,
         service,
         isolate_keys=config.batches.isolates(api_key),
+        offer=_offer,
         protect=auth_level(AuthLevel.ADMIN_OPTIONAL),
     )
     _run_beside(
@@ -142,9 +147,19 @@ def add_batches(app: Any, config: Config, api_key: str | None) -> None:
             state=partial(own_request, keys=config.api_keys()),
             is_paused=lambda: _keeps_offline_waiting(app),
             progress=_offline_progress,
-            scope=scope_of(_manager()),
+            scope=_scope_of_lines(app),
         ),
     )
+
+
+def _offer() -> Offer:
+    return Offer(model=served_name(_manager()), endpoints=urls_of(_manager()))
+
+
+def _scope_of_lines(app: Any) -> LineScope:
+    """A line of a batch may have no field and no tool that the endpoint ignores: thousands of
+    replies would not be what the client asked for."""
+    return replace(scope_of(_manager()), fields=fields_by_url(), tools=usable_tools(app))
 
 
 def _run_beside(app: Any, running: Callable[[], AbstractAsyncContextManager[Any]]) -> None:

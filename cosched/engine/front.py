@@ -1,14 +1,14 @@
 """The HTTP side of a server: the class and the targets that a request gets, and its reply headers.
 
 Every reply to a request with a class has the header ``x-cosched-class``, and ``x-cosched-targets``
-if the request named targets. The reply to a request with ``x-cosched-late: 1`` says if its TTFT
-target was out of reach. Replies of OpenAI's endpoints that have the field ``service_tier`` carry
-it, streamed ones in every chunk.
+if the request named targets; ``x-cosched-ignored`` names fields without effect. The reply to a
+request with ``x-cosched-late: 1`` says if its TTFT target was out of reach. Replies of OpenAI's
+endpoints that have the field ``service_tier`` carry it, streamed ones in every chunk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -44,6 +44,7 @@ from cosched.limits.sequences import asked, made
 
 CLASS_HEADER = "x-cosched-class"
 TARGETS_HEADER = "x-cosched-targets"
+IGNORED_HEADER = "x-cosched-ignored"
 
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
@@ -52,6 +53,7 @@ Send = Callable[[Message], Awaitable[None]]
 _STATE, _TIERED, _RETRY_AFTER = "cosched", "cosched_tiered", "cosched_retry_after_s"
 _OWN, _OWN_NAME, _LATE = "cosched_own", "cosched_own_name", "cosched_late"
 _DEVICE_S = "cosched_device_s"
+_IGNORED = "cosched_ignored"
 
 _NOT_LATE = "no"
 
@@ -138,6 +140,11 @@ class Front:
             self._name(grant, request.headers)
         setattr(state, _STATE, grant)
         setattr(state, _TIERED, route in _TIERED_ROUTES)
+
+    @staticmethod
+    def note_ignored(request: Any, names: Sequence[str]) -> None:
+        """The reply says that these fields have no effect."""
+        setattr(request.state, _IGNORED, names)
 
     def apply(self, obj: Any, request: Any) -> None:
         """Write the granted class and targets into SGLang's request object, and count its sequences
@@ -320,6 +327,8 @@ class _Reply:
         retry_after_s = self._state.get(_RETRY_AFTER)
         if retry_after_s is not None:
             headers.append((b"retry-after", str(retry_after_s).encode()))
+        if names := self._state.get(_IGNORED):
+            headers.append((IGNORED_HEADER.encode(), ", ".join(names).encode()))
         grant: Grant | None = self._state.get(_STATE)
         if grant is None:
             return True

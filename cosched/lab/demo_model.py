@@ -6,7 +6,8 @@ milliseconds on two CPU cores, so that scheduling decisions can be seen.
 
 The weights are random, but not careless: attention is peaked, so the next token depends on the
 whole prompt and a wrong KV cache shows; the logits are spread out, so greedy decoding has clear
-winners; and the end-of-text tokens have no advantage, so replies run to ``max_tokens``.
+winners; and the end-of-text tokens have no advantage, so replies run to ``max_tokens``. Requests
+to the ``demo`` size that name no limit get 512 tokens, unless they have ``ignore_eos``.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from cyclopts import Parameter
 from platformdirs import user_cache_path
 
 from cosched.cli import new_app, run
+from cosched.core.wire import MAX_TOKENS_KEY
 from cosched.errors import ConfigError, choices
 from cosched.files import DEMO_MODEL_STAMP
 from cosched.lab.demo_corpus import demo_corpus
@@ -72,6 +74,7 @@ class DemoModelSpec:
     head_dim: int = 64  # what GPU attention kernels support
     max_position_embeddings: int = 32768
     rope_theta: float = 500_000.0
+    default_max_tokens: int | None = None
 
 
 SIZES = {
@@ -92,6 +95,8 @@ SIZES = {
         num_kv_heads=2,
         vocab_size=4096,
         default_dtype="bfloat16",  # four times as fast as float16 on a CPU with AVX-512
+        # It rarely ends by itself: a client that names no limit would wait for the whole context.
+        default_max_tokens=512,
     ),
 }
 
@@ -208,9 +213,12 @@ def _config_files(spec: DemoModelSpec, *, dtype: str) -> dict[str, dict[str, Any
         "clean_up_tokenization_spaces": False,
         "model_max_length": spec.max_position_embeddings,
     }
+    default_length = (
+        {} if spec.default_max_tokens is None else {MAX_TOKENS_KEY: spec.default_max_tokens}
+    )
     return {
         "config.json": config,
-        "generation_config.json": token_ids,
+        "generation_config.json": token_ids | default_length,
         "tokenizer_config.json": tokenizer_config,
     }
 

@@ -34,6 +34,17 @@ _RENAMED: Mapping[str, str] = {
 
 _COMPLETIONS = "/v1/completions"
 
+_RESPONSES = "/v1/responses"
+
+_UNSTORED: Mapping[str, str] = {
+    "conversation": "the server keeps no conversations: send the earlier messages in input",
+    "prompt": "the server keeps no prompts: send its text in input or instructions",
+}
+"""Fields of /v1/responses that name what OpenAI stores."""
+
+_UNSET: Mapping[str, Any] = {"best_of": 1, "extra_body": {}, "modalities": ["text"]}
+"""Values that ask for nothing."""
+
 _TEXTS = (
     *("documents", "input", "instructions", "items", "messages", "prompt", "query", "system"),
     "tools",
@@ -46,6 +57,51 @@ _MEDIA = ("image_url", "input_audio", "video_url", "audio_url", "source", "file"
 _MOST_TEXT_DEPTH = 64
 
 
+def normalize(body: dict[str, Any]) -> None:
+    """A field that is null is absent, as in OpenAI's API: many clients write all unset fields.
+    SGLang's models refuse null where they have a default. A ``top_k`` of 0 means all tokens, as
+    elsewhere; SGLang writes -1."""
+    for name in [name for name, value in body.items() if value is None]:
+        del body[name]
+    for params in (body, body.get("sampling_params")):
+        if isinstance(params, dict) and params.get("top_k") == 0:
+            params["top_k"] = -1
+
+
+_INSTEAD: Mapping[str, str] = {
+    "best_of": "write n",
+    "extra_body": "it is an argument of the openai client; write its fields beside the others",
+    "function_call": "write tool_choice",
+    "functions": "write tools",
+    "guided_choice": "write regex",
+    "guided_grammar": "write ebnf",
+    "guided_json": "write response_format",
+    "guided_regex": "write regex",
+    "structured_outputs": "write response_format, regex or ebnf",
+}
+"""What other servers and older clients call it -> what to write here."""
+
+
+def check_known(url: str, body: Mapping[str, Any], scope: Scope) -> None:
+    """For the line of a batch. RequestError that names a field, or a tool, which the endpoint does
+    not use: the reply would not be what the client asked for. Only where `scope` knows them."""
+    known = scope.fields.get(url)
+    if known is None:
+        return
+    for name, value in body.items():
+        is_unset = value in ("", [], False) or value == _UNSET.get(name, ...)
+        if name not in known and (not is_unset or (value == 0 and value is not False)):
+            instead = f"; {_INSTEAD[name]}" if name in _INSTEAD else ""
+            raise RequestError(name, f"is not a field of {url} here{instead}")
+    if url == _RESPONSES and isinstance(tools := body.get("tools"), list) and scope.tools:
+        for index, tool in enumerate(tools):
+            kind = tool.get("type") if isinstance(tool, Mapping) else None
+            if isinstance(kind, str) and kind not in scope.tools:
+                choices = ", ".join(sorted(scope.tools))
+                fault = f"{kind!r} is not supported by this model; choose from {choices}"
+                raise RequestError(f"tools[{index}].type", fault)
+
+
 def check_body(path: str, body: Any, scope: Scope) -> None:
     """RequestError that names the first field beyond its bound. The endpoint checks for missing and
     unknown fields."""
@@ -54,6 +110,9 @@ def check_body(path: str, body: Any, scope: Scope) -> None:
     if path in NATIVE:
         _check_native(NATIVE[path], body, scope)
         return
+    for name in _UNSTORED if path == _RESPONSES else ():
+        if body.get(name) is not None:
+            raise RequestError(name, _UNSTORED[name])
     for name, value in body.items():
         if name in _TEXTS:
             _check_texts(name, value, scope)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from reprlib import Repr
 from typing import Any, ClassVar, Protocol
 
@@ -56,6 +56,8 @@ class Scope:
                         tokenized
     max_input_tokens    of the longest prompt that fits the KV memory; None: the context length
     max_offline_tokens  of the longest offline prompt; None: as for online prompts
+    fields              of the bodies of each endpoint; the fields of other endpoints are not known
+    tools               types that /v1/responses can call; empty: not known
     """
 
     vocab_size: int = INT32
@@ -64,6 +66,8 @@ class Scope:
     chars_per_token: int = 16
     max_input_tokens: int | None = None
     max_offline_tokens: int | None = None
+    fields: Mapping[str, frozenset[str]] = field(default_factory=dict, compare=False)
+    tools: frozenset[str] = frozenset()
 
     @property
     def max_chars(self) -> int:

@@ -15,7 +15,7 @@ from types import ModuleType
 
 import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.versions import SGLANG_VERSION
-from cosched_patches import http, memory, scheduler
+from cosched_patches import http, memory, openai_endpoints, scheduler
 from cosched_patches.internals import INTERNALS
 from cosched_patches.seam import ALLOW_VARIABLE, Seam
 
@@ -58,7 +58,7 @@ def render() -> str:
         f"| `{_short(target)}` | {', '.join(f'`{name}`' for name in names)} |\n"
         for target, names in INTERNALS.items()
     ]
-    tables = [_table(module) for module in (http, scheduler, memory)]
+    tables = [_table(module) for module in (http, openai_endpoints, scheduler, memory)]
     return "".join([_INTRO, *tables, _INTERNALS, *rows])
 
 

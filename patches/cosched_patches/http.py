@@ -15,6 +15,7 @@ from http import HTTPStatus
 from typing import Any
 
 from fastapi import HTTPException, Request
+from fastapi.exceptions import RequestValidationError
 from sglang.srt.entrypoints.http_server import app, get_global_state
 
 from cosched.config import Config, load_config
@@ -27,12 +28,14 @@ from cosched.engine.middleware import BodyLimit
 from cosched.engine.model_operations import is_about_to_read, unloading, use_model_lock
 from cosched.engine.owned_ids import OwnedDict, with_owner, without_owner
 from cosched.engine.port import pace_checks
+from cosched.engine.port.endpoints import check_route, limit_reply, served_name, without_effect
 from cosched.engine.preparation import TICKET_KEY, PreparationGate, is_prepared
 from cosched.engine.shutdown import drain, signals_left_to_parent
 from cosched.engine.startup import log_ready, wait_until_listening
 from cosched.engine.support import check_arguments
 from cosched.errors import ConfigError, LimitError, RequestError
-from cosched.limits.bodies import check_body
+from cosched.limits import validation
+from cosched.limits.bodies import check_body, normalize
 from cosched.limits.origins import Origins
 from cosched_patches.seam import Seam, after, around, before
 
@@ -40,6 +43,9 @@ logger = logging.getLogger(__name__)
 
 _APP_PATH = "SGLANG_HTTP_SERVER_APP_PATH"
 _OUR_APP = "cosched_patches.http_worker:app"
+
+_OWN_FORM = ("/v1/messages", "/v1/systemone")
+"""Routes for which SGLang itself words these errors."""
 
 _WRONG_VALUES = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, re.error)
 """What Python raises when code gets a value that it does not expect."""
@@ -109,6 +115,8 @@ def prepare_app(server_args: Any, *_: Any, **__: Any) -> None:
     _guard_access(server_args, config or Config())
     for kind in (ValueError, *_WRONG_VALUES):
         app.add_exception_handler(kind, _refuse)
+    stock = app.exception_handlers[RequestValidationError]
+    app.add_exception_handler(RequestValidationError, partial(_refuse_fields, stock))
 
 
 def _max_body_bytes() -> int:
@@ -140,6 +148,16 @@ async def _refuse(request: Any, error: Exception) -> Any:
     logger.warning("a request that SGLang cannot read", exc_info=error)
     reason = str(error) if isinstance(error, ValueError) else repr(error)
     detail = f"cannot read this request: {reason}"
+    return await _in_form(request, HTTPException(status_code=400, detail=detail))
+
+
+async def _refuse_fields(stock: Any, request: Any, error: Exception) -> Any:
+    """A body that does not fit the endpoint's model. Stock lists the errors of every form that a
+    value may have, with a file and a line of the server."""
+    assert isinstance(error, RequestValidationError)
+    if request.url.path.startswith(_OWN_FORM):
+        return await stock(request, error)
+    detail = validation.summary(error.errors(), error.body)
     return await _in_form(request, HTTPException(status_code=400, detail=detail))
 
 
@@ -196,18 +214,29 @@ async def drain_first(original: Any, manager: Any) -> None:
 # --- What requests say ---
 
 _RANK = "x-data-parallel-rank"
+_RESPONSES = "/v1/responses"
+_ANY_MODEL_NAME = "default"
+"""The served model, whatever its name; of SGLang's endpoints only /v1/responses refuses it."""
 
 
 async def read_body(original: Any, request: Any) -> Any:
     """Body and headers of every endpoint are checked and read for class and targets before a stream
     has begun, so that an error is HTTP 400, or 429 for an API key above its limit. SGLang's request
-    models drop ``service_tier`` and correct wrong values of ``priority``. Errors use the names that
-    the client used. Offline requests go on a few at a time, slower while the event loop lags."""
+    models drop ``service_tier``, correct wrong values of ``priority``, refuse null. Errors use the
+    names that the client used. Offline requests go on a few at a time, slower while the event loop
+    lags."""
     body = await original(request)
     route = getattr(request.scope.get("route"), "path", "")
+    manager = get_global_state().tokenizer_manager
     try:
         _check_rank(request.headers.get(_RANK))
-        check_body(route, body, scope_of(get_global_state().tokenizer_manager))
+        check_route(route, manager)
+        if isinstance(body, dict):
+            normalize(body)
+            if route == _RESPONSES and body.get("model") in (None, _ANY_MODEL_NAME):
+                body["model"] = served_name(manager)
+            front().note_ignored(request, without_effect(body, manager))
+        check_body(route, body, scope_of(manager))
         front().read(request, body, route=route)
     except (RequestError, LimitError) as error:
         status = 400 if isinstance(error, RequestError) else 429
@@ -317,6 +346,7 @@ def check_values(manager: Any, obj: Any, input_ids: Any) -> None:
     next offline request may be prepared."""
     is_prepared()
     try:
+        limit_reply(obj, len(input_ids or ()), manager)
         check_params(obj.sampling_params, manager.sampling_params_class)
         check_tokenized(obj, input_ids, scope_of(manager))
     except RequestError as error:

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from cosched_patches import http, memory, scheduler
+from cosched_patches import http, memory, openai_endpoints, scheduler
 
-SEAMS = (*http.SEAMS, *scheduler.SEAMS, *memory.SEAMS)
+SEAMS = (*http.SEAMS, *openai_endpoints.SEAMS, *scheduler.SEAMS, *memory.SEAMS)

@@ -12,6 +12,7 @@ import openai
 import uvicorn
 
 from cosched.batch.jsonl.server import free_port
+from tests.request_lines import error_of
 
 ENDED = ("completed", "failed", "expired", "cancelled")
 
@@ -71,7 +72,7 @@ class Api:
         """custom_id -> the text of its answer, or the code of its error."""
         good, bad = self.records(batch.output_file_id), self.records(batch.error_file_id)
         found = [(r["custom_id"], r["response"]["body"]["choices"][0]["text"]) for r in good]
-        found += [(r["custom_id"], r["error"]["code"]) for r in bad]
+        found += [(r["custom_id"], error_of(r)["code"]) for r in bad]
         assert len(dict(found)) == len(found), "a line has two results"
         return dict(found)
 

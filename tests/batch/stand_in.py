@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
+from cosched.batch.data import Offer
 from cosched.batch.routes import add_routes
 from cosched.batch.service import BatchService
 
@@ -40,6 +41,7 @@ class StandIn:
         self.models_asked = []
         self.refusal = "not this one"
         self.names, self.adapters = ["m"], []
+        self.offer = Offer()
         self.num_in_flight = 0
         self.most_in_flight = 0
         self.service = BatchService(config, clock=clock)
@@ -60,7 +62,7 @@ class StandIn:
         self.app.add_api_route("/v1/embeddings", self.embed, methods=["POST"])
         self.app.add_api_route("/v1/responses", self.respond, methods=["POST"])
         isolates = config.isolates(api_key="secret")
-        add_routes(self.app, self.service, isolate_keys=isolates)
+        add_routes(self.app, self.service, isolate_keys=isolates, offer=lambda: self.offer)
 
     def state(self, deadline_s, *payer):
         return {"own": True, "deadline_s": deadline_s}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import gzip
 import itertools
+import json
 import socket
 import sqlite3
 import sys
@@ -15,11 +18,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cosched.batch.config import BatchesConfig
+from cosched.batch.data import Offer
 from cosched.batch.prometheus import METRICS, Snapshot, exposition
 from cosched.batch.rate import Rate
 from tests.batch.api import Api, line, lines, serving, until
 from tests.batch.stand_in import StandIn
 from tests.batch.test_store import batch_of
+from tests.request_lines import error_of
 
 
 def with_body(custom_id, **fields):
@@ -48,7 +53,7 @@ def test_a_batch_from_the_upload_to_its_results(api, stand_in):
         assert record["response"]["status_code"] == 200 and record["response"]["request_id"]
     [failed] = api.records(done.error_file_id)
     assert failed["custom_id"] == "bad" and failed["response"]["status_code"] == 400
-    assert failed["error"]["message"] == "not this one" and failed["line"] == 21
+    assert error_of(failed)["message"] == "not this one" and failed["line"] == 21
 
     file = api.files.retrieve(done.output_file_id)
     assert file.purpose == "batch_output" and file.expires_at is None
@@ -184,7 +189,6 @@ WRONG = [
     ),
     ({"output_expires_after": {"anchor": "now", "seconds": 3600}}, "anchor"),
     ({"input_file_id": "file-0"}, "no file found with id 'file-0'"),
-    ({"unheard": 1}, "unheard"),
 ]
 
 
@@ -439,12 +443,12 @@ def test_a_line_that_names_a_model_that_is_not_served_fails_alone(api, stand_in)
     assert (done.status, done.request_counts.completed) == ("completed", len(good))
     failed = api.records(done.error_file_id)
     assert [(one["line"], one["custom_id"]) for one in failed] == list(enumerate(wrong, 1))
-    assert {(one["error"]["code"], one["error"]["param"]) for one in failed} == {
+    assert {(error_of(one)["code"], error_of(one)["param"]) for one in failed} == {
         ("model_not_found", "body.model")
     }
     assert (
         "'gpt-4o' is not served here; served: ada, bob, org/m, s3://a/b"
-        in (failed[0]["error"]["message"])
+        in (error_of(failed[0])["message"])
     )
     done = api.wait(api.create([line("none named")]))
     assert (done.status, done.request_counts.completed) == ("completed", 1)
@@ -459,9 +463,57 @@ def test_a_line_with_a_value_beyond_its_bound_fails_alone_and_is_not_sent(api, s
     assert done.status == "completed" and done.request_counts.completed == 2
     [record] = api.records(done.error_file_id)
     assert (record["custom_id"], record["line"]) == ("wrong", 2)
-    assert record["error"]["code"] == "invalid_value" and record["error"]["param"] == "body.top_k"
-    assert record["error"]["message"].startswith("top_k: 4294967296 is above ")
+    assert error_of(record)["code"] == "invalid_value" and error_of(record)["param"] == "body.top_k"
+    assert error_of(record)["message"].startswith("top_k: 4294967296 is above ")
     assert set(stand_in.asked) == {"a", "b"}
+
+
+def test_a_line_that_no_json_reader_accepts_fails_alone(api, stand_in):
+    text = json.dumps(line("x")).replace('"max_tokens": 2', '"max_tokens": NaN')
+    odd = [text, json.dumps(line("y", "\udcff"))]
+    done = api.wait(api.create([line("a"), *odd, line("b")]))
+    assert (done.status, done.request_counts.completed) == ("completed", 2)
+    outcome = api.outcome(done)
+    assert (outcome["x"], outcome["y"]) == ("invalid_json_line", "invalid_json_line")
+
+
+def test_fields_of_gateways_have_no_effect_and_are_named(api):
+    file = api.upload(lines(1))
+    batch = api.start(file.id, extra_body={"custom_llm_provider": "openai"})
+    assert batch.cosched["ignored"] == ["custom_llm_provider"]
+    assert api.wait(batch).status == "completed"
+
+
+def test_a_batch_names_its_model_and_has_an_endpoint_of_the_model(api, stand_in):
+    stand_in.offer = Offer(model="m", endpoints=["/v1/completions", "/v1/score"])
+    file = api.upload(lines(1))
+    assert api.start(file.id).model == "m"
+    with pytest.raises(openai.BadRequestError, match="/v1/completions, /v1/score") as error:
+        api.start(file.id, endpoint="/chat/completions")
+    assert error.value.param == "endpoint"
+
+
+def test_a_batch_that_ends_before_its_lines_are_checked_says_why_it_has_no_file(api, stand_in):
+    async def not_yet(batch):
+        await asyncio.sleep(0.05)
+
+    stand_in.service._feeder._validate = not_yet
+    batch = api.create(lines(1))
+    api.batches.cancel(batch.id)
+    done = api.wait(batch)
+    assert (done.status, done.error_file_id) == ("cancelled", None)
+    assert [fault.code for fault in done.errors.data] == ["batch_cancelled"]
+
+
+def test_files_of_other_kinds_are_refused_at_the_upload(api):
+    with pytest.raises(openai.BadRequestError, match="this is a gzip file") as error:
+        api.files.create(file=("in.jsonl.gz", gzip.compress(b"{}")), purpose="batch")
+    assert error.value.param == "file" and not api.files.list().data
+
+
+def test_routes_may_end_with_a_slash(api):
+    for path in ("/v1/files/", "/v1/batches/"):
+        assert httpx.get(api.url + path).status_code == 200
 
 
 def test_lines_of_a_model_that_a_restart_does_not_serve_are_not_answered_by_another(folder):
@@ -486,7 +538,7 @@ def test_error_lines_name_no_paths_of_the_server(api, stand_in, folder, caplog):
     stand_in.refusal = "cannot read " + ", ".join([*own, *kept])
     done = api.wait(api.create([line("refuse")]))
     (record,) = api.records(done.error_file_id)
-    for text in (record["error"]["message"], record["response"]["body"]["error"]["message"]):
+    for text in (error_of(record)["message"], record["response"]["body"]["error"]["message"]):
         assert not [path for path in own if path.partition(":")[0] in text]
         assert text.count("[path]") == 4 and text.endswith(", ".join(kept))
     assert all(path in caplog.text for path in own), "the log has the paths"

@@ -15,6 +15,7 @@ from cosched.batch.jsonl.errors import JobFileError
 from cosched.batch.jsonl.parquet import ParquetRows, TooLargeError
 from cosched.run_batch import main as run_batch
 from tests.batch.api import line, lines
+from tests.request_lines import error_of
 
 pa = pytest.importorskip("pyarrow", reason="Parquet needs pyarrow (cosched[parquet])")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -161,4 +162,4 @@ def test_run_batch_gives_its_rows_to_the_server(api, tmp_path):
     answers = [json.loads(one) for one in out.read_text().splitlines()]
     assert sorted(one["custom_id"] for one in answers) == ["a", "b"]
     [error] = (tmp_path / "out.jsonl.errors.jsonl").read_text().splitlines()
-    assert (json.loads(error)["line"], json.loads(error)["error"]["code"]) == (3, "invalid_method")
+    assert (json.loads(error)["line"], error_of(json.loads(error))["code"]) == (3, "invalid_method")

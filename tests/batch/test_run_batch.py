@@ -13,6 +13,7 @@ from cosched.batch.jsonl.batch_api import BatchApi
 from cosched.run_batch import main
 from tests.batch.api import Api, line, lines, serving
 from tests.batch.stand_in import StandIn
+from tests.request_lines import error_of
 
 
 @pytest.fixture(autouse=True)
@@ -52,10 +53,11 @@ class Job:
         for path in (self.out, self.out.with_name("out.jsonl.errors.jsonl")):
             for text in path.read_text().splitlines():
                 record = json.loads(text)
-                error, response = record["error"], record["response"]
+                is_answer = "line" not in record
                 number = int(record["id"][-8:], 16)
                 assert number not in found, "a line has two records"
-                told = error["code"] if error else response["body"]["choices"][0]["text"]
+                body = record["response"]["body"] if is_answer else None
+                told = body["choices"][0]["text"] if body else error_of(record)["code"]
                 found[number] = (record["custom_id"], told)
         return found
 

@@ -34,6 +34,7 @@ from cosched.batch.store import BatchStore, records_of
 from cosched.errors import ConfigError
 from tests.batch import postgres
 from tests.batch.stand_in import Clock
+from tests.request_lines import error_of
 
 WINDOW_S = 100
 LEASE_S = 30
@@ -248,7 +249,7 @@ class Machine(RuleBasedStateMachine):
             self.store.close_lines(name, limit=limit)
         ended = code.get(self.store.get(name).ending)
         for record in self.results(name, is_errors=True):
-            if record["error"]["code"] == ended:
+            if error_of(record)["code"] == ended:
                 self.model[name][record["line"]] = ended
 
     @rule()
@@ -286,7 +287,7 @@ class Machine(RuleBasedStateMachine):
         good = self.content(after.output_file_id)
         bad = self.content(after.error_file_id)
         assert {r["custom_id"]: "" for r in good} | {
-            r["custom_id"]: r["error"]["code"] for r in bad
+            r["custom_id"]: error_of(r)["code"] for r in bad
         } == {f"c{n}": code for n, code in self.model[name].items()}
         assert len(good) + len(bad) == after.total == len(self.model[name])
         assert after.input_tokens == 2 * len(good) and after.output_tokens == 3 * len(good)
@@ -495,7 +496,12 @@ def test_what_is_no_database_is_refused(tmp_path):
         assert "secret" not in str(error.value)
 
 
+TO_VERSION_5 = (
+    "ALTER TABLE batches DROP COLUMN model",
+    "UPDATE schema_version SET version = 5",
+)
 TO_VERSION_4 = (
+    *TO_VERSION_5,
     "ALTER TABLE batches DROP COLUMN device_s",
     "UPDATE schema_version SET version = 4",
 )
@@ -525,7 +531,9 @@ TO_VERSION_1 = (
 
 
 @pytest.mark.parametrize(
-    "statements", [TO_VERSION_1, TO_VERSION_2, TO_VERSION_3, TO_VERSION_4], ids="1234"
+    "statements",
+    [TO_VERSION_1, TO_VERSION_2, TO_VERSION_3, TO_VERSION_4, TO_VERSION_5],
+    ids="12345",
 )
 def test_tables_of_earlier_versions_are_brought_up_to_date(database, store, url, clock, statements):
     name = in_progress(store, [new_line(1), new_line(2)])

@@ -12,7 +12,7 @@ import pytest
 from cosched.run_batch import main as run_batch
 from tests.batch.api import Api, until
 from tests.batch.kills import RealServer, run
-from tests.request_lines import chat, completion, line
+from tests.request_lines import chat, completion, error_of, line
 from tests.serving import start_server
 
 KEY, ADMIN_KEY = "secret", "operator"
@@ -97,11 +97,11 @@ def test_lines_that_the_server_refuses_are_errors(api):
     failed = {r["custom_id"]: r for r in api.records(done.error_file_id)}
     assert failed.keys() == {"hot", "long", "late"}
     for name in ("long", "late"):
-        assert failed[name]["response"]["status_code"] == 400 and failed[name]["error"]["message"]
-    assert failed["hot"]["response"] is None  # beyond a bound: it was not sent
-    assert failed["hot"]["error"]["code"] == "invalid_value"
-    assert "temperature" in failed["hot"]["error"]["message"]
-    assert "deadline_s" in failed["late"]["error"]["message"]
+        assert failed[name]["response"]["status_code"] == 400 and error_of(failed[name])["message"]
+    assert not failed["hot"]["response"]["request_id"]  # beyond a bound: it was not sent
+    assert error_of(failed["hot"])["code"] == "invalid_value"
+    assert "temperature" in error_of(failed["hot"])["message"]
+    assert "deadline_s" in error_of(failed["late"])["message"]
 
 
 def test_cancel_frees_the_engine(api, server):
@@ -151,7 +151,7 @@ def test_a_wrong_model_fails_its_line(api):
     done = api.wait(api.create(lines, endpoint=CHAT))
     assert (done.status, done.request_counts.completed) == ("completed", 2)
     [failed] = api.records(done.error_file_id)
-    assert (failed["line"], failed["error"]["code"]) == (2, "model_not_found")
+    assert (failed["line"], error_of(failed)["code"]) == (2, "model_not_found")
 
 
 def test_scores_are_answered(api, server):
@@ -169,7 +169,7 @@ def test_scores_are_answered(api, server):
         "c1": [2, 2],
     }
     [failed] = api.records(done.error_file_id)
-    assert failed["response"]["status_code"] == 400 and failed["error"]["message"]
+    assert failed["response"]["status_code"] == 400 and error_of(failed)["message"]
     assert done.usage.input_tokens and state_of(server)["online_prefill_tokens"] == before
 
 

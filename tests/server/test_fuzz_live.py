@@ -9,7 +9,7 @@ import pytest
 from tests.batch.api import Api
 from tests.fuzz.cases import FEATURES, World, make_case
 from tests.fuzz.run import build_parser, fuzzed_server, main
-from tests.request_lines import chat
+from tests.request_lines import chat, error_of
 
 CHAT = "/v1/chat/completions"
 WORLD = World(model="m", context_len=1024, vocab_size=2048, loras=("A",))
@@ -86,4 +86,4 @@ def test_lines_may_name_adapters_alone_or_behind_the_model(server):
     assert {r["custom_id"]: r["response"]["body"]["model"] for r in records} == named
     done = api.wait(api.create([chat("no", model="fuzzed:eve")], endpoint=CHAT))
     [failed] = api.records(done.error_file_id)
-    assert failed["error"]["code"] == "model_not_found"
+    assert error_of(failed)["code"] == "model_not_found"

@@ -15,6 +15,7 @@ import openai
 import pytest
 
 from tests.batch.api import Api
+from tests.request_lines import error_of
 from tests.serving import start_server
 
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
@@ -146,8 +147,8 @@ def test_as_a_line_of_a_batch_it_fails_alone(server, path):
     assert done.status == "completed" and done.request_counts.completed == 5
     failed = api.records(done.error_file_id)
     assert [record["custom_id"] for record in failed] == [f"{n}" for n in range(len(bodies) - 5)]
-    assert all(record["error"]["code"] and record["error"]["message"] for record in failed)
-    codes = [record["error"]["code"] for record in failed]
+    assert all(error_of(record)["code"] and error_of(record)["message"] for record in failed)
+    codes = [error_of(record)["code"] for record in failed]
     # What only the compiled grammar shows is found by the server that answers.
     assert codes.count("invalid_value") >= len(codes) - 2, codes
 

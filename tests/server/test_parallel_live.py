@@ -19,7 +19,7 @@ import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.engine.shutdown import EXIT_CODE
 from tests.batch.api import Api
 from tests.engine.tiny_models import HYBRID, MIXTURE, SIZES, WINDOWS
-from tests.request_lines import completion, line
+from tests.request_lines import completion, error_of, line
 from tests.server.poisoned import FAILS, LEAKS
 from tests.serving import start_server
 
@@ -310,4 +310,4 @@ def test_an_embedding_model_serves_both_classes_and_batches_beside_sglangs_key(
         [record], [failed] = map(api.records, (done.output_file_id, done.error_file_id))
         ranked = record["response"]["body"]
         assert sorted(one["document"] for one in ranked) == sorted(texts["documents"])
-        assert done.usage.input_tokens and failed["error"]["code"] == "model_not_found"
+        assert done.usage.input_tokens and error_of(failed)["code"] == "model_not_found"

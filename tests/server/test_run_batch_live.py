@@ -12,7 +12,7 @@ import pytest
 from cosched.batch.jsonl.server import free_port
 from cosched.run_batch import main as run_batch
 from tests.batch.api import until
-from tests.request_lines import chat, completion, line
+from tests.request_lines import chat, completion, error_of, line
 from tests.server.conftest import is_idle, prefilled
 from tests.serving import TEST_FLAGS
 
@@ -76,10 +76,10 @@ def test_what_the_server_refuses_is_an_error_of_that_line(job, server):
     failures = job.failures()
     assert set(failures) == {"too long", "no prompt", "embedding", "bad"}
     beyond = failures.pop("bad")  # a bound that holds for all models: it was not sent
-    assert beyond["response"] is None and beyond["error"]["code"] == "invalid_value"
+    assert not beyond["response"]["request_id"] and error_of(beyond)["code"] == "invalid_value"
     for failure in failures.values():
         assert failure["response"]["status_code"] in (400, 404, 422), failure
-        assert failure["error"]["message"]
+        assert error_of(failure)["message"]
 
 
 def test_an_interrupted_job_frees_the_server_and_goes_on(job, server, forks, tmp_path):

@@ -22,6 +22,7 @@ from cosched.batch.jsonl.config import JobConfig
 from cosched.batch.jsonl.errors import DiskError, JobFileError, ServerGoneError, ServerRefusedError
 from cosched.batch.jsonl.journal import Journal, JournalPaths
 from cosched.batch.jsonl.lines import BadLine
+from cosched.batch.jsonl.records import is_wrong_for_good
 from cosched.batch.jsonl.remote import Manifest, RemoteJob, batches_of, load_manifest
 from cosched.batch.jsonl.report import Reporter, Snapshot, print_batches, print_report
 from cosched.batch.jsonl.runner import Job, JobCounts
@@ -153,8 +154,19 @@ def _run(config: JobConfig, progress: _Progress) -> tuple[ExitCode, str | None]:
         return ExitCode.ANSWERED, None
     return ExitCode.SOME_FAILED, (
         f"{journal.num_failed} failed lines are in {paths.errors}"
-        f"{_common_cause(progress.counts)}; --retry-failed sends them again"
+        f"{_common_cause(progress.counts)}; {_advice(progress.counts, journal.num_failed)}"
     )
+
+
+def _advice(counts: JobCounts, num_failed: int) -> str:
+    """What helps the failed lines. Those of earlier calls may be of either kind."""
+    num_wrong = sum(
+        number for code, number in counts.failed_by_code.items() if is_wrong_for_good(code)
+    )
+    if num_wrong == num_failed:
+        return "they are wrong and would fail again: send them corrected, as a new file"
+    again = "--retry-failed sends them again"
+    return again + f", also the {num_wrong} that are wrong and will fail again" * bool(num_wrong)
 
 
 def _common_cause(counts: JobCounts) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -10,7 +11,7 @@ from typing import Any, Protocol
 import msgspec
 
 from cosched.errors import RequestError
-from cosched.limits.bodies import check_body
+from cosched.limits.bodies import check_body, check_known, normalize
 from cosched.limits.bounds import ANY_MODEL, Scope
 
 CHAT = "/v1/chat/completions"
@@ -20,15 +21,21 @@ RERANK = "/v1/rerank"
 RESPONSES = "/v1/responses"
 SCORE = "/v1/score"
 URLS = (CHAT, COMPLETIONS, EMBEDDINGS, RERANK, RESPONSES, SCORE)
+_AZURE_URLS = {url.removeprefix("/v1"): url for url in URLS}
+"""Urls in batch files for Azure OpenAI -> ours."""
 _TIERED = (CHAT, COMPLETIONS, RESPONSES)
 """Those with a field `service_tier`."""
 
 INVALID_VALUE = "invalid_value"
-"""Code of a line with a field beyond its bound."""
+"""Code of a line with a field beyond its bound, or one that the endpoint does not know."""
 
+UNREADABLE = ("invalid_json_line", "invalid_encoding")
+"""Codes of lines that no JSON reader accepts."""
 _MAX_SHOWN_CHARS = 80
 _BLOCK_BYTES = 1 << 20
-_BOM = b"\xef\xbb\xbf"  # some editors on Windows start a file with it
+_BOM = b"\xef\xbb\xbf"
+"""Some editors on Windows start a file with it; files that were joined have it in the middle."""
+_REPLACED = "\N{REPLACEMENT CHARACTER}"
 _DIGEST_BYTES = 16
 _FREE = bytes(_DIGEST_BYTES)
 
@@ -71,14 +78,13 @@ class _Lines(Protocol):
 
 
 def raw_lines(file: _Lines, *, max_line_bytes: int) -> Iterator[RawLine]:
-    """Holds little more than `max_line_bytes` of one line in memory. The newline and the byte order
+    """Holds little more than `max_line_bytes` of one line in memory. The newline and a byte order
     mark do not count."""
     number = 0
-    while data := file.readline(max_line_bytes + 1 + (0 if number else len(_BOM))):
+    while data := file.readline(max_line_bytes + 1 + len(_BOM)):
         number += 1
         is_whole = data.endswith(b"\n")
-        if number == 1:
-            data = data.removeprefix(_BOM)
+        data = data.removeprefix(_BOM)
         if len(data) - is_whole <= max_line_bytes:
             yield RawLine(number=number, data=data)
             continue
@@ -119,12 +125,14 @@ def parse_line(
             message = f"custom_id must be a string with something in it, not {_shown(found)}"
             return bad("invalid_custom_id", message, "custom_id")
         custom_id = found
-        url, body = entry.get("url"), entry.get("body")
+        url, body = canonical_url(entry.get("url")), entry.get("body")
         if (fault := _fault(entry.get("method"), url, body)) is not None:
             return bad(*fault)
         assert isinstance(url, str) and isinstance(body, dict), f"{url=}"
+        normalize(body)
         if scope is not None:
             check_body(url, body, scope)
+            check_known(url, body, scope)
         return RequestLine(
             number=line.number, custom_id=custom_id, url=url, body=_offline_body(url, body)
         )
@@ -133,11 +141,31 @@ def parse_line(
     except RecursionError:
         return bad("invalid_json_line", "this line is not valid JSON: nested too deeply")
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        custom_id = _id_of_unreadable(line.data)
         try:
             line.data.decode()
         except UnicodeDecodeError as wrong:
             return bad("invalid_encoding", f"not UTF-8: {wrong.reason} at byte {wrong.start}")
         return bad("invalid_json_line", f"this line is not valid JSON: {error}")
+
+
+def canonical_url(url: Any) -> Any:
+    """``/chat/completions``, as Azure's batch files write it, with the ``/v1`` that it has here."""
+    return _AZURE_URLS.get(url, url) if isinstance(url, str) else url
+
+
+def _id_of_unreadable(data: bytes) -> str | None:
+    """The custom_id of a line that only lenient readers accept (NaN, lone surrogates, a wrong
+    byte): such a line fails alone, under its id. None: no id can be read."""
+    try:
+        found = json.loads(data.decode(errors="replace"))
+        custom_id = found.get("custom_id") if isinstance(found, dict) else None
+        if isinstance(custom_id, str) and _REPLACED not in custom_id:
+            custom_id.encode()
+            return custom_id or None
+    except (ValueError, RecursionError):  # UnicodeError is a ValueError
+        pass
+    return None
 
 
 def duplicate_of(line: RequestLine | BadLine) -> BadLine:

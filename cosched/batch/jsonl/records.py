@@ -16,6 +16,22 @@ _BUSY_OR_DOWN = frozenset({429, 502, 503, 504})
 """The server, or a proxy before it, cannot take the request now. The line is not at fault."""
 _MAX_TEXT_CHARS = 4096
 """Of an error response that is not JSON."""
+_ERROR_TYPES = {404: "not_found_error", 429: "rate_limit_error"}
+_FLAT_ERROR = ("object", "message", "type", "param", "code", "detail")
+"""Fields of the errors of SGLang and FastAPI, which have no object ``error``."""
+_STATUSES = {"model_not_found": 404, "input_unreadable": 500}
+"""HTTP status of a line that was not sent, by its code; 400 for the others."""
+_ACCIDENTS = frozenset(
+    {
+        *("aborted", "bad_response", "batch_cancelled", "batch_expired", "input_unreadable"),
+        *("internal_error", "model_not_found", "timeout"),
+        *(f"http_{status}" for status in (401, 403, 404, 408, 429)),
+    }
+)
+"""Codes of failures for which the server may be the reason, beside answers of 500 and above."""
+_SEPARATORS = ("\u0085", "\u2028", "\u2029")
+"""Line breaks for `str.splitlines`, which JSON allows in strings."""
+_ESCAPES = tuple((char.encode(), rf"\u{ord(char):04x}".encode()) for char in _SEPARATORS)
 _ID = re.compile(r"batch_req_([0-9a-f]{16})([0-9a-f]{8})")
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
@@ -195,33 +211,94 @@ class Record:
 
 
 def record_of(line: RequestLine | BadLine, outcome: Outcome | None, *, record_id: str) -> Record:
-    """In OpenAI's batch output format. `outcome` is None for a bad line, which is its own."""
+    """In OpenAI's batch output format: the error of a line that has a response, or is wrong itself,
+    is ``response.body.error``, that of any other ``error``. `outcome` is None for a bad line, which
+    is its own."""
     if isinstance(line, BadLine):
-        outcome = Failure(code=line.code, message=line.message, param=line.param)
+        status = _STATUSES.get(line.code, 400)
+        outcome = Failure(code=line.code, message=line.message, param=line.param, status=status)
     assert outcome is not None, f"{line.number=}"
-    number = line.number or None
     named: dict[str, Any] = {"id": record_id, "custom_id": line.custom_id}
     response = error = None
+    is_answer = isinstance(outcome, Answer)
+    if isinstance(outcome, Failure):
+        named["line"] = line.number or None
+        error = {"code": outcome.code, "message": outcome.message, "param": outcome.param}
     if outcome.status is not None:
-        body = msgspec.Raw(outcome.body or b"null")
+        body: Any = msgspec.Raw(outcome.body or b"null")
+        if isinstance(outcome, Failure):
+            body, error = _error_body(outcome), None
         response = {
             "status_code": outcome.status,
             "request_id": outcome.request_id or "",
             "body": body,
         }
-    if isinstance(outcome, Failure):
-        named["line"] = number
-        error = {
-            "code": outcome.code,
-            "message": outcome.message,
-            "param": outcome.param,
-            "line": number,
-        }
-    return Record(
-        number=line.number,
-        is_answer=error is None,
-        data=msgspec.json.encode({**named, "response": response, "error": error}) + b"\n",
-    )
+    data = encode_line({**named, "response": response, "error": error})
+    return Record(number=line.number, is_answer=is_answer, data=data)
+
+
+def encode_line(entry: Any) -> bytes:
+    """JSON on one line, for `str.splitlines` too. All files of lines are written with it."""
+    data = msgspec.json.encode(entry)
+    for char, escape in _ESCAPES:
+        data = data.replace(char, escape)
+    return data + b"\n"
+
+
+def _error_body(failure: Failure) -> dict[str, Any]:
+    """The body of an error response in OpenAI's form; it keeps what else the server says."""
+    status = failure.status or 400
+    try:
+        found = msgspec.json.decode(failure.body) if failure.body else {}
+    except _UNREADABLE:
+        found = {}
+    if not isinstance(found, dict):
+        found = {"answer": found} if found is not None else {}
+    is_flat = "error" not in found and found.get("object") in ("error", None)
+    told = found.get("error", found if is_flat else {})
+    told = told if isinstance(told, dict) else {}
+    dropped = _FLAT_ERROR if is_flat else ("error",)
+    rest = {name: value for name, value in found.items() if name not in dropped}
+    own = told.get("code")
+    default = "server_error" if status >= 500 else "invalid_request_error"
+    error = {
+        "message": failure.message,
+        "type": _ERROR_TYPES.get(status, default),
+        "param": failure.param or told.get("param"),
+        "code": own if isinstance(own, str) and own else failure.code,
+    }
+    return {**rest, "error": error}
+
+
+def is_wrong_for_good(code: str) -> bool:
+    """Whether a line that failed with this code fails again, however often it is sent."""
+    return code not in _ACCIDENTS and not code.startswith("http_5")
+
+
+def failure_in(data: bytes) -> tuple[str, str]:
+    """Code and message of a record of an error file."""
+    record = msgspec.json.decode(data, type=_FailedRecord)
+    body = record.response.body if record.response is not None else None
+    error = body.error if body is not None and body.error is not None else record.error
+    return ("", "") if error is None else (str(error.code or ""), str(error.message or ""))
+
+
+class _Error(msgspec.Struct):
+    code: Any = None
+    message: Any = None
+
+
+class _ErrorBody(msgspec.Struct):
+    error: _Error | None = None
+
+
+class _Response(msgspec.Struct):
+    body: _ErrorBody | None = None
+
+
+class _FailedRecord(msgspec.Struct):
+    response: _Response | None = None
+    error: _Error | None = None
 
 
 class _Written(msgspec.Struct):
@@ -247,7 +324,7 @@ class RecordWriter:
     def adopt(self, data: bytes, *, number: int, is_answer: bool) -> Record:
         """Another writer's record as that of line `number` of this job; only its id changes."""
         entry = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
-        content = msgspec.json.encode({**entry, "id": self._id(number)}) + b"\n"
+        content = encode_line({**entry, "id": self._id(number)})
         return Record(number=number, is_answer=is_answer, data=content)
 
     def line_answered_by(self, data: bytes) -> int | None:

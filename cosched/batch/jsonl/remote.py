@@ -23,7 +23,7 @@ from cosched.batch.jsonl.batch_api import ENDED, BatchApi, NotFoundError, Remote
 from cosched.batch.jsonl.errors import JobFileError, QuotaError, ServerRefusedError
 from cosched.batch.jsonl.journal import Journal, save_json
 from cosched.batch.jsonl.lines import BadLine, RequestLine
-from cosched.batch.jsonl.records import RecordWriter
+from cosched.batch.jsonl.records import RecordWriter, encode_line, failure_in
 from cosched.batch.jsonl.report import Snapshot
 from cosched.batch.jsonl.runner import JobCounts
 from cosched.batch.jsonl.source import Source
@@ -264,8 +264,7 @@ class RemoteJob:
         if number in self._journal.done:  # written before an interruption
             return
         if not is_answer:
-            failed = msgspec.json.decode(data, type=_Failed).error
-            self.counts.note_failure(failed.code, failed.message)
+            self.counts.note_failure(*failure_in(data))
         record = self._journal.records.adopt(data, number=number, is_answer=is_answer)
         self._journal.write(record)
         self.counts.note_written(record)
@@ -274,15 +273,6 @@ class RemoteJob:
         self._manifest.open.remove(name)
         self._manifest.done.append(name)
         save_json(self._journal.paths.batches, self._manifest)
-
-
-class _Fault(msgspec.Struct):
-    code: str
-    message: str
-
-
-class _Failed(msgspec.Struct):
-    error: _Fault
 
 
 class _Part:
@@ -304,6 +294,6 @@ class _Part:
             "body": msgspec.Raw(line.body),
         }
         self.file.write(b"\n" * (line.number - self._last_number - 1))
-        self.file.write(msgspec.json.encode(entry) + b"\n")
+        self.file.write(encode_line(entry))
         self.num_lines += 1
         self._last_number = line.number

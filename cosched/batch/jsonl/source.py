@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 from cosched.batch.jsonl.errors import JobFileError
+from cosched.batch.jsonl.file_kinds import fault_of_file
 from cosched.batch.jsonl.lines import (
     BadLine,
     IdSet,
@@ -83,6 +84,8 @@ def read_source(path: str) -> Source:
     try:
         with open(path, "rb", buffering=0) as file:
             while block := file.read(_BLOCK_BYTES):
+                if not num_bytes and (fault := fault_of_file(block)) is not None:
+                    raise JobFileError(f"{path}: {fault}")
                 digest.update(block)
                 num_bytes += len(block)
                 num_newlines += block.count(b"\n")
@@ -113,6 +116,8 @@ def input_lines(file: BinaryIO, *, max_line_bytes: int) -> Iterator[RawLine]:
 
 
 def _regular_file(path: str) -> os.stat_result:
+    if "://" in path:
+        raise JobFileError(f"the input must be a file of this machine: download {path} first")
     try:
         found = os.stat(path)
     except OSError as error:

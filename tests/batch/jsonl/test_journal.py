@@ -81,17 +81,20 @@ def test_records_have_the_promised_form_and_are_found_again(files):
     }
     first, second = [json.loads(text) for text in files.errors.read_text().splitlines()]
     assert first.pop("id") != second.pop("id")
+    common = {"type": "invalid_request_error", "param": None}
+    refused = {"message": "no", "code": "http_400", **common}
+    wrong = {"message": "m", "code": "invalid_json_line", **common}
     assert first == {
         "custom_id": "id 5",
         "line": 5,
-        "response": {"status_code": 400, "request_id": "r", "body": {"a": 1}},
-        "error": {"code": "http_400", "message": "no", "param": None, "line": 5},
+        "response": {"status_code": 400, "request_id": "r", "body": {"a": 1, "error": refused}},
+        "error": None,
     }
     assert second == {
         "custom_id": None,
         "line": 6,
-        "response": None,
-        "error": {"code": "invalid_json_line", "message": "m", "param": None, "line": 6},
+        "response": {"status_code": 400, "request_id": "", "body": {"error": wrong}},
+        "error": None,
     }
 
 

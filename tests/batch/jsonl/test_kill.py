@@ -9,6 +9,7 @@ from collections import Counter
 from tests.batch.api import line
 from tests.batch.jsonl.conftest import Batch
 from tests.fake_server import Reply, answer
+from tests.request_lines import error_of
 
 NUM_KILLS = 10
 NUM_LINES = 700
@@ -78,6 +79,6 @@ def test_no_line_is_lost_or_repeated(batch):
 
 def outcomes(batch):
     good = {record["id"]: (record["custom_id"], "answered") for record in batch.answers()}
-    bad = {r["id"]: (r["custom_id"], r["error"]["code"], r["line"]) for r in batch.failures()}
+    bad = {r["id"]: (r["custom_id"], error_of(r)["code"], r["line"]) for r in batch.failures()}
     assert not good.keys() & bad.keys()
     return good | bad

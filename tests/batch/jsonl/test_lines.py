@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import tracemalloc
@@ -10,7 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cosched.batch.jsonl.file_kinds import fault_of_file
 from cosched.batch.jsonl.lines import (
+    UNREADABLE,
     URLS,
     BadLine,
     IdSet,
@@ -19,13 +22,15 @@ from cosched.batch.jsonl.lines import (
     parse_line,
     raw_lines,
 )
+from cosched.batch.jsonl.records import Failure, encode_line, failure_in, record_of
+from cosched.limits.bounds import ANY_MODEL, Scope
 
 LIMIT = 1 << 20
 
 
-def parse(entry, number=7):
+def parse(entry, number=7, scope=ANY_MODEL):
     data = entry if isinstance(entry, bytes) else json.dumps(entry).encode()
-    return parse_line(RawLine(number=number, data=data), max_line_bytes=LIMIT)
+    return parse_line(RawLine(number=number, data=data), max_line_bytes=LIMIT, scope=scope)
 
 
 def entry(**changes):
@@ -89,15 +94,15 @@ def test_the_message_names_the_value_and_the_choices():
 
 @pytest.mark.parametrize("url", URLS)
 def test_what_is_sent_is_offline(url):
-    line = parse(entry(url=url, body={"prompt": "ü", "stream": False, "service_tier": "default"}))
+    line = parse(entry(url=url, body={"input": "ü", "stream": False, "service_tier": "default"}))
     assert isinstance(line, RequestLine)
     body = json.loads(line.body)
     tier = "default" if url in ("/v1/embeddings", "/v1/rerank", "/v1/score") else "flex"
-    assert body == {"prompt": "ü", "stream": False, "service_tier": tier}
+    assert body == {"input": "ü", "stream": False, "service_tier": tier}
 
 
 @pytest.mark.parametrize(
-    ("given_priority", "sent"), [(-5, -5), (-1, -1), (0, ...), (3, ...), (None, None), ("2", "2")]
+    ("given_priority", "sent"), [(-5, -5), (-1, -1), (0, ...), (3, ...), (None, ...), ("2", "2")]
 )
 def test_only_an_offline_priority_is_sent(given_priority, sent):
     body = json.loads(parse(entry(body={"priority": given_priority})).body)
@@ -174,7 +179,7 @@ def test_any_object_is_either_sent_whole_or_refused_with_a_reason(line):
     sent = json.loads(parsed.body)
     for key, value in line["body"].items():
         if key not in ("service_tier", "priority"):
-            assert sent[key] == value
+            assert sent.get(key) == value
 
 
 @pytest.mark.parametrize(
@@ -202,3 +207,99 @@ def test_an_id_is_new_exactly_once(texts):
         assert ids.add(text) == (text not in seen)
         seen.add(text)
         assert len(ids) == len(seen)
+
+
+def test_null_fields_of_a_body_are_absent():
+    line = parse(entry(body={"prompt": "a", "n": None, "stream": None, "metadata": {"a": None}}))
+    assert json.loads(line.body) == {
+        "prompt": "a",
+        "metadata": {"a": None},
+        "service_tier": "flex",
+    }
+
+
+def test_a_url_of_azure_is_that_with_v1():
+    assert parse(entry(url="/chat/completions")).url == "/v1/chat/completions"
+
+
+@pytest.mark.parametrize("body", [b'{"p": NaN}', rb'{"p": "\udcff"}', b'{"p": "\xff"}'])
+def test_a_line_that_only_lenient_readers_accept_keeps_its_id(body):
+    data = b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": ' + body + b"}"
+    bad = parse(data)
+    assert isinstance(bad, BadLine) and bad.code in UNREADABLE and bad.custom_id == "a"
+    assert parse(data.replace(b'"a"', rb'"\ud800"')).custom_id is None
+
+
+KNOWN = Scope(
+    fields={
+        "/v1/completions": frozenset({"prompt"}),
+        "/v1/responses": frozenset({"input", "tools"}),
+    },
+    tools=frozenset({"function"}),
+)
+
+
+@pytest.mark.parametrize(
+    ("url", "fields", "param"),
+    [
+        ("/v1/completions", {"guided_json": {}}, "guided_json"),
+        ("/v1/completions", {"best_of": 2}, "best_of"),
+        ("/v1/completions", {"batch_size": 0}, "batch_size"),
+        ("/v1/completions", {"best_of": 1, "suffix": "", "functions": [], "logprobs": None}, None),
+        ("/v1/responses", {"conversation": "c"}, "conversation"),
+        ("/v1/responses", {"tools": [{"type": "web_search_preview"}]}, "tools[0].type"),
+        ("/v1/responses", {"tools": [{"type": "function"}], "conversation": None}, None),
+        ("/v1/embeddings", {"other": 1}, None),
+    ],
+)
+def test_a_line_may_have_only_fields_that_its_endpoint_uses(url, fields, param):
+    line = parse(entry(url=url, body=fields), scope=KNOWN)
+    found = line.param.removeprefix("body.") if isinstance(line, BadLine) else None
+    assert found == param
+    if param is not None:
+        assert line.code == "invalid_value" and param in line.message
+
+
+@given(st.text(alphabet='a\u0085\u2028\u2029\\\n"ü'))
+def test_a_record_is_one_line_for_every_reader(text):
+    data = encode_line({"custom_id": text}).decode()
+    assert data.splitlines() == [data.removesuffix("\n")]
+    assert json.loads(data) == {"custom_id": text}
+
+
+@pytest.mark.parametrize(
+    ("start", "word"),
+    [
+        (gzip.compress(b"{}"), "gzip"),
+        (b"PK\x03\x04", "zip"),
+        ("{}".encode("utf-16"), "UTF-16"),
+        ("{}".encode("utf-16-le"), "UTF-16"),
+        (b'{\n  "custom_id": 1\n}\n', "several lines"),
+        (b"\xef\xbb\xbf[{}]", "array"),
+        (b"{}\r{}\r", "CR"),
+    ],
+)
+def test_a_file_of_another_kind_is_named(start, word):
+    assert word in fault_of_file(start)
+    assert fault_of_file(b'{"custom_id": "' + start[:0] + b'a"}\r\n{}\r\n') is None
+
+
+@pytest.mark.parametrize(
+    ("told", "error"),
+    [
+        ({"object": "error", "message": "m", "type": "BadRequest", "code": 400}, {}),
+        ({"error": {"message": "m", "code": "own", "param": "p"}}, {"code": "own", "param": "p"}),
+        ({"detail": "m"}, {}),
+        ("text", {"rest": {"answer": "text"}}),
+        ({"id": "r", "choices": []}, {"rest": {"id": "r", "choices": []}}),
+    ],
+)
+def test_the_error_of_a_line_is_where_openai_has_it(told, error):
+    rest = error.pop("rest", {})
+    failure = Failure(code="http_400", message="m", status=400, body=json.dumps(told).encode())
+    made = record_of(RequestLine(number=3, custom_id="a", url="", body=b""), failure, record_id="r")
+    record = json.loads(made.data)
+    fields = {"message": "m", "type": "invalid_request_error", "param": None, "code": "http_400"}
+    assert record["response"]["body"] == {**rest, "error": {**fields, **error}}
+    assert record["error"] is None and not made.is_answer
+    assert failure_in(made.data) == (error.get("code", "http_400"), "m")

@@ -1,0 +1,75 @@
+"""Hooks in SGLang's endpoints of OpenAI's API: what their replies say"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from cosched_patches.seam import Seam, after, around
+
+_SERVING = "sglang.srt.entrypoints.openai"
+
+
+def metadata_of_strings(metadata: dict[str, Any], *_: Any, **__: Any) -> dict[str, str]:
+    """``metadata`` of replies is a map of strings for OpenAI's clients. Versions of the weights are
+    nested in it in stock, which clients that validate replies refuse; here as JSON."""
+    return {
+        name: value if isinstance(value, str) else json.dumps(value)
+        for name, value in metadata.items()
+    }
+
+
+def all_output_tokens(
+    params: dict[str, Any],
+    request: Any,
+    default_max_tokens: int | None = None,
+    *_: Any,
+    **__: Any,
+) -> dict[str, Any]:
+    """``max_output_tokens`` of /v1/responses is the number of tokens. Stock takes two off, and
+    refuses a limit of 1."""
+    asked = request.max_output_tokens
+    if asked is None:
+        return params
+    most = asked if default_max_tokens is None else min(asked, default_max_tokens)
+    return {**params, "max_new_tokens": most}
+
+
+def report_cached_if_asked(_: None, serving: Any, *__: Any, **___: Any) -> None:
+    """``cached_tokens`` of /v1/responses needs ``--enable-cache-report``, as on the other
+    endpoints."""
+    manager = serving.tokenizer_manager
+    serving.enable_prompt_tokens_details = manager.server_args.enable_cache_report
+
+
+def parse_required_calls(original: Any, serving: Any, request: Any) -> bool:
+    """With ``tool_choice`` required, or a function named in it, SGLang's grammar allows only calls,
+    as JSON. Stock returns them as text unless the server has a ``--tool-call-parser``."""
+    is_required = request.tool_choice == "required" or not isinstance(request.tool_choice, str)
+    if serving.tool_call_parser or not request.tools or not is_required:
+        return bool(original(serving, request))
+    return not request._response_parser_json_response_format
+
+
+SEAMS: tuple[Seam, ...] = (
+    after(
+        "sglang.srt.utils.weight_versions.build_endpoint_weight_version_metadata",
+        "meta_info",
+        metadata_of_strings,
+    ),
+    after(
+        f"{_SERVING}.protocol.ResponsesRequest.to_sampling_params",
+        "self, default_max_tokens, default_params, stop, tool_call_constraint",
+        all_output_tokens,
+    ),
+    after(
+        f"{_SERVING}.serving_responses.OpenAIServingResponses.__init__",
+        "self, tokenizer_manager, template_manager, enable_prompt_tokens_details, tool_server",
+        report_cached_if_asked,
+    ),
+    around(
+        f"{_SERVING}.serving_chat.OpenAIServingChat._tool_call_parsing_active",
+        "self, request",
+        parse_required_calls,
+    ),
+)
