@@ -278,6 +278,7 @@ def test_a_record_is_one_line_for_every_reader(text):
         (b"\xef\xbb\xbf[{}]", "array"),
         (b"{}\r{}\r", "CR"),
     ],
+    ids="gzip zip bom utf-16 lines array cr".split(),
 )
 def test_a_file_of_another_kind_is_named(start, word):
     assert word in fault_of_file(start)
