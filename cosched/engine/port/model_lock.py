@@ -19,6 +19,7 @@ from sglang.srt.utils.aio_rwlock import RWLock
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
+_AGAIN_S = 1.0  # after a failure
 _HOLD_S = 30.0  # in which a scheduler says whether offline requests run
 
 reads_offline: ContextVar[bool] = ContextVar("reads_offline", default=False)
@@ -114,8 +115,11 @@ class ModelLock(RWLock):  # type: ignore[misc]
         try:
             async with asyncio.timeout(_HOLD_S):
                 return await self._hold(is_held)
-        except Exception:
-            logger.exception("cosched: the schedulers do not say whether offline requests run")
+        except Exception as error:
+            logger.warning(
+                "cosched: no scheduler says whether offline requests run: %r; asking again", error
+            )
+            await asyncio.sleep(_AGAIN_S)
             return False
 
 
