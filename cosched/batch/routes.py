@@ -26,12 +26,16 @@ from cosched.batch.api import (
 from cosched.batch.data import Batch, File, Offer
 from cosched.batch.errors import ApiError, StoreUnavailableError
 from cosched.batch.files import checked_name, too_large, upload_blocks
+from cosched.batch.jsonl.parquet import is_parquet
 from cosched.batch.prometheus import exposition
 from cosched.batch.service import BatchService
+from cosched.batch.threads import FairSlots, FairThreads
 from cosched.batch.uploads import Uploads
 from cosched.limits.claims import hex_digest, presented_key
 
 Handler = Callable[[Request], Awaitable[Response]]
+_DECODERS, _MAX_DECODED = 2, 16
+"""Parquet files that are decoded at a time, one of an API key, and those of a key that wait."""
 
 
 def add_routes(
@@ -99,6 +103,8 @@ class _Routes:
         self._files = service.files
         self._store = service.store
         self._threads = service.threads
+        slots = FairSlots(_DECODERS, per_key=1, max_waiting=_MAX_DECODED)
+        self._decoders = FairThreads("cosched-decoders", slots)
         self._uploads = Uploads(service.config, service.files, service.threads)
 
     def _owner(self, request: Request) -> str | None:
@@ -126,7 +132,8 @@ class _Routes:
                 raise ApiError(f"purpose must be 'batch', not {purpose!r}", param="purpose")
             if (content.size or 0) > self._service.config.max_file_bytes:
                 raise too_large(self._service.config)
-            file = await self._threads.run_long(
+            threads = self._decoders if is_parquet(content.file) else self._threads
+            file = await threads.run_long(
                 key,
                 self._files.add,
                 upload_blocks(content.file, config=self._service.config),
