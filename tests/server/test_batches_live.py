@@ -25,7 +25,7 @@ SCORE = "/v1/score"
 def server(tiny_model, forks, tmp_path_factory):
     """With keys for clients and for operators; clients send no offline work of their own."""
     folder = tmp_path_factory.mktemp("batches")
-    claims = '{"ignore": ["service_tier", "priority"], "keys": {"*": {"max_offline": 0}}}'
+    claims = '{"ignore": ["service_tier", "priority"], "keys": {"*": {"max_offline": 1}}}'
     flags = ("--cosched-policy", "sarathi", "--cosched-batches", str(folder))
     flags += ("--api-key", KEY, "--admin-api-key", ADMIN_KEY)
     flags += ("--cosched-claims", claims, "--enable-response-store", "--served-model-name", "demo")
