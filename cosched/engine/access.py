@@ -135,7 +135,9 @@ _PATTERNS = [(compile_path(path)[0], rule) for path, rule in RULES.items() if "{
 
 
 def rule_of(path: str) -> Rule:
-    """Of a path. Routes that are not in the table, of another plugin, keep their own level."""
+    """Of a path, with or without a slash at its end. Routes that are not in the table, of another
+    plugin, keep their own level."""
+    path = path.rstrip("/") or "/"
     if path.startswith("/metrics"):  # SGLang mounts them on every path that begins so
         return RULES["/metrics"]
     found = RULES.get(path)
