@@ -191,7 +191,8 @@ def batch_json(batch: Batch, outlook: Outlook | None = None) -> dict[str, Any]:
 
 
 def _own_json(batch: Batch, outlook: Outlook | None) -> dict[str, Any] | None:
-    """device_seconds: what the answered lines cost; not there where the engine does not say."""
+    """device_seconds: what the lines cost, those aborted while they ran included; not there where
+    the engine does not say."""
     cost = {"device_seconds": round(batch.device_s, 6)} if batch.device_s else {}
     return (cost | ({} if outlook is None else _outlook_json(outlook))) or None
 

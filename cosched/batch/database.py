@@ -272,6 +272,12 @@ class Database:
         finally:
             self._writer.release()
 
+    def add_cost(self, batch: str, seconds: float) -> None:
+        """A line that ends without an answer has cost so much [s]."""
+        with self.write() as connection:
+            cost = batches.c.device_s + seconds
+            connection.execute(batches.update().where(batches.c.id == batch).values(device_s=cost))
+
     def keep_others_from_adding_files(self, connection: sa.Connection) -> None:
         """Until the end of the transaction."""
         if self.is_shared:

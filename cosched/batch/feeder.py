@@ -83,7 +83,8 @@ class Feeder:
         scope: Scope,
         clock: Callable[[], float],
     ) -> None:
-        """state, is_paused, progress, scope: as in `BatchService.feeding`"""
+        """state: deadline from now on [s] and batch of a line -> its ``request.state``; is_paused,
+        progress, scope: as in `BatchService.feeding`"""
         self._state = state
         self._is_paused = is_paused
         self._progress = progress
@@ -418,7 +419,7 @@ class Feeder:
         usage: dict[str, Any] = {}
         if isinstance(line, RequestLine):
             try:
-                state = self._state(self._deadline_s(batch), batch.owner, batch.tenant)
+                state = self._state(self._deadline_s(batch), batch)
                 async with self._starting:
                     await asyncio.sleep(0)  # one line in each turn of the loop, which serves chats
                 outcome = await self._client.send(line, extensions={"state": state})

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import httpx
@@ -70,6 +71,7 @@ class BatchService:
         self._feeder: Feeder | None = None
         self.loop_lag_s: Callable[[], float] = lambda: 0.0
         """The longest of the last minute [s]."""
+        self._writing: set[asyncio.Task[None]] = set()
 
     def summary(self) -> str:
         """The folder and the remaining work of earlier batches, for the log at the start."""
@@ -151,7 +153,8 @@ class BatchService:
         """Send lines to `app` within the block, as the server's own requests.
 
         api_key    that `app` requires
-        state      deadline from now on [s], owner and tenant -> ``request.state`` of a request
+        state      deadline from now on [s], owner, tenant, and what is called with the cost of a
+                   request that is aborted [s] -> its ``request.state``
         is_paused  whether the operator pauses offline work on this server
         progress   the progress of the schedulers
         scope      of the model, for the bounds of the fields of lines
@@ -163,6 +166,11 @@ class BatchService:
             api_key=api_key,
             transport=InProcessTransport(app, state=state(None)),
         )
+
+        def of_line(deadline_s: float, batch: Batch) -> Mapping[str, Any]:
+            aborted = partial(self._aborted, batch.id)
+            return state(deadline_s, batch.owner, batch.tenant, aborted)
+
         async with client:
             self._feeder = Feeder(
                 store=self.store,
@@ -170,7 +178,7 @@ class BatchService:
                 client=client,
                 config=self.config,
                 keys=self.keys,
-                state=state,
+                state=of_line,
                 is_paused=is_paused,
                 progress=progress,
                 scope=scope,
@@ -185,6 +193,19 @@ class BatchService:
                 task.cancel()
                 await asyncio.wait([task])
                 self.close()
+
+    def _aborted(self, batch: str, seconds: float) -> None:
+        """A line under way was aborted, for instance because its batch was cancelled."""
+
+        async def write() -> None:
+            try:
+                await asyncio.to_thread(self._opened.database.add_cost, batch, seconds)
+            except Exception as error:
+                logger.warning("batches: the cost of a line of %s is lost: %r", batch, error)
+
+        task = asyncio.create_task(write())
+        self._writing.add(task)  # the loop keeps only weak references to tasks
+        task.add_done_callback(self._writing.discard)
 
     def close(self) -> None:
         self.threads.close()

@@ -52,8 +52,7 @@ Send = Callable[[Message], Awaitable[None]]
 # Keys of `request.state` of Starlette, which all middleware of one HTTP request share.
 _STATE, _TIERED, _RETRY_AFTER = "cosched", "cosched_tiered", "cosched_retry_after_s"
 _OWN, _OWN_NAME, _LATE = "cosched_own", "cosched_own_name", "cosched_late"
-_DEVICE_S = "cosched_device_s"
-_IGNORED = "cosched_ignored"
+_DEVICE_S, _ABORTED, _IGNORED = "cosched_device_s", "cosched_aborted", "cosched_ignored"
 
 _NOT_LATE = "no"
 
@@ -88,6 +87,7 @@ def own_request(
     deadline_s: float | None = None,
     owner: str = "",
     tenant: str = "",
+    aborted: Callable[[float], None] | None = None,
     *,
     keys: ApiKeys = NO_KEYS,
 ) -> dict[str, Any]:
@@ -96,10 +96,17 @@ def own_request(
 
     deadline_s  latest completion, from now on [s], unless the request names one
     owner       digest of the API key that it costs
+    aborted     called with what it has cost [s] if it is aborted while it runs
     """
     name = keys.name(owner) + (f"/{tenant}" if tenant else "")
     slo = params_of_slo(Slo(deadline_s=deadline_s))
-    return {_OWN: slo, _OWN_NAME: (name, keys.owner(owner))}
+    return {_OWN: slo, _OWN_NAME: (name, keys.owner(owner)), _ABORTED: aborted}
+
+
+def told_of_abort(request: Any) -> Callable[[float], None] | None:
+    """What is to be called with the cost of a request that is aborted [s]."""
+    told: Callable[[float], None] | None = getattr(getattr(request, "state", None), _ABORTED, None)
+    return told
 
 
 class Front:

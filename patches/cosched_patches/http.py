@@ -19,11 +19,19 @@ from fastapi.exceptions import RequestValidationError
 from sglang.srt.entrypoints.http_server import app, get_global_state
 
 from cosched.config import Config, load_config
+from cosched.engine.aborted_cost import tell_cost
 from cosched.engine.access import REDACTED, SECRET_ARGUMENTS, Access, Keys, hide_in_command
 from cosched.engine.admin import add_batches, add_routes
 from cosched.engine.checks import check_input, check_params, check_tokenized, scope_of
 from cosched.engine.connections import SilentConnections
-from cosched.engine.front import Front, ReplyMiddleware, is_offline, is_own, was_aborted
+from cosched.engine.front import (
+    Front,
+    ReplyMiddleware,
+    is_offline,
+    is_own,
+    told_of_abort,
+    was_aborted,
+)
 from cosched.engine.middleware import BodyLimit
 from cosched.engine.model_operations import is_about_to_read, unloading, use_model_lock
 from cosched.engine.owned_ids import OwnedDict, with_owner, without_owner
@@ -304,6 +312,9 @@ async def classify(
         logger.warning("a request that SGLang cannot read", exc_info=True)
         raise ValueError(f"cannot read this request: {error!r}") from error
     finally:
+        released, told = vars(manager).pop(_RELEASED, ()), told_of_abort(request)
+        if told is not None and not has_answered:
+            tell_cost(released, told)
         # SGLang reads it after a stream, also of a request that could not be read.
         if not hasattr(obj, "is_single"):
             obj.is_single = not isinstance(obj.rid, list)
@@ -337,6 +348,16 @@ def own_responses(_: Any, serving: Any, *__: Any, **___: Any) -> None:
     every client that learns an id reads the response, continues and cancels it."""
     for name in ("response_store", "msg_store", "background_tasks"):
         setattr(serving, name, OwnedDict())
+
+
+_RELEASED = "cosched_released"
+
+
+def note_released(manager: Any, request_states: dict[str, Any]) -> None:
+    """What lines of a cancelled batch have cost is known when the scheduler has aborted them."""
+    known = manager.rid_to_state
+    sent = [s for rid, s in request_states.items() if s.dispatched and known.get(rid) is s]
+    setattr(manager, _RELEASED, sent)
 
 
 def check_values(manager: Any, obj: Any, input_ids: Any) -> None:
@@ -481,6 +502,7 @@ SEAMS: tuple[Seam, ...] = (
         own_responses,
     ),
     before(f"{_MANAGER}._validate_one_request", "self, obj, input_ids", check_values),
+    before(f"{_MANAGER}._release_req_states_on_failure", "self, request_states", note_released),
     after(
         "sglang.srt.observability.req_time_stats.ReqTimeStatsBase.__getstate__",
         "self",

@@ -28,7 +28,7 @@ class StandIn:
     """What the engine was asked, and what it answers: `delay_s` after, an echo of the prompt; 400
     where the prompt is "refuse", and as long as `is_held` nothing."""
 
-    def __init__(self, config, *, delay_s=0.01, clock=time.time):
+    def __init__(self, config, *, delay_s=0.01, clock=time.time, keys=None):
         self.delay_s = delay_s
         self.asked = Counter()
         self.order = []
@@ -44,7 +44,7 @@ class StandIn:
         self.offer = Offer()
         self.num_in_flight = 0
         self.most_in_flight = 0
-        self.service = BatchService(config, clock=clock)
+        self.service = BatchService(config, clock=clock, keys=keys)
 
         @asynccontextmanager
         async def lifespan(app):

@@ -15,8 +15,11 @@ from cosched.batch.database import Database
 from cosched.batch.errors import ApiError
 from cosched.batch.jsonl import remote
 from cosched.batch.store import BatchStore
+from cosched.limits.api_keys import ApiKeys
+from cosched.limits.claims import KeyClaims, digest_of
 from cosched.run_batch import main as run_batch
-from tests.batch.api import Api, line, lines
+from tests.batch.api import Api, line, lines, serving, until
+from tests.batch.stand_in import StandIn
 from tests.batch.test_store import asked
 
 
@@ -56,6 +59,27 @@ def test_where_keys_are_not_kept_apart_each_tenant_has_its_own(database, clock, 
             store.create(replace(asked(), owner="", tenant=tenant, num_lines=1))
         with pytest.raises(ApiError, match=f"tenant '{tenant}' has 2 "):
             store.create(replace(asked(), owner="", tenant=tenant, num_lines=1))
+
+
+@pytest.mark.parametrize(
+    ("entry", "refused"), [("*", "key"), (digest_of("other"), "other")], ids=["any", "named"]
+)
+def test_a_key_without_offline_sequences_has_no_batches(stand_in, entry, refused):
+    """Neither new ones nor, after a restart, those that it has."""
+    known = {entry: KeyClaims(max_offline=0), digest_of("third"): KeyClaims(max_offline=1)}
+    with serving(stand_in) as url:
+        stand_in.is_held = True
+        before = Api(url, key=refused).create(lines(2))
+        until(lambda: stand_in.num_in_flight == 2)
+    stand_in.is_held = False
+    again = StandIn(stand_in.service.config, keys=ApiKeys(claims=known, has_owners=True))
+    with serving(again) as url:
+        with pytest.raises(openai.PermissionDeniedError, match="max_offline is 0"):
+            Api(url, key=refused).create(lines(2))
+        third = Api(url, key="third")
+        assert third.wait(third.create(lines(2))).status == "completed"
+        assert Api(url, key=refused).batches.retrieve(before.id).request_counts.completed == 0
+        assert again.asked.total() == 2
 
 
 @pytest.mark.parametrize("stand_in", [{"quota": QuotaConfig(max_waiting_lines=10)}], indirect=True)

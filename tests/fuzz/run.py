@@ -5,7 +5,9 @@
 Sends requests of both classes to all endpoints, right, subtly wrong and garbage, some of which hang
 up at a random moment. A small chat is sent as a probe every half second beside them, whether or not
 the last one is answered. Every answer must be 2xx or 4xx, every probe must be answered within
-`--probe-limit` seconds, and at the end nothing may wait, run or hold KV.
+`--probe-limit` seconds, and at the end nothing may wait, run or hold KV. With `--keys` each request
+has one of these API keys in turn; at the end no place of a key may be taken, and the device seconds
+of all keys must be those in which the device was busy.
 
 Other programs on the machine make probes slow too: give a larger limit there.
 
@@ -47,6 +49,8 @@ DRAIN_TIMEOUT_S = 120.0
 READY_TIMEOUT_S = 500.0
 PROBE_EVERY_S = 0.5
 PROBE_LIMIT_S = 2.0
+MOST_IN_FLIGHT = 6
+"""Sequences of a key, of each class: fewer than a run asks for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +80,9 @@ class Outcome:
     took_s: float = 0.0
     """Of all requests, without the start of the server and the checks at the end."""
     probe_failures: list[str] = field(default_factory=list)
+    device_s: float = 0.0
+    """What all keys cost."""
+    busy_s: float = 0.0
 
     def fail(self, what: str, case: Case | None = None) -> None:
         self.failures.append(what if case is None else f"{what}\n  {case.shown()}")
@@ -90,10 +97,12 @@ class Fuzz:
         cases: Sequence[Case],
         *,
         concurrency: int,
+        keys: Sequence[str] = (),
     ) -> None:
         self.url = url
         self.cases = cases
         self.concurrency = concurrency
+        self.keys = keys
         self.outcome = Outcome()
         self.dead = False
         self.in_flight: dict[int, Case] = {}
@@ -109,6 +118,8 @@ class Fuzz:
             self.outcome.took_s = time.perf_counter() - self._started_s
             if not self.dead:
                 await self._check_drained(client)
+            if not self.dead and self.keys:
+                await self._check_keys(client)
 
     async def _send_all(self, client: httpx.AsyncClient) -> None:
         """With probes beside."""
@@ -158,6 +169,9 @@ class Fuzz:
 
     async def _answer(self, client: httpx.AsyncClient, case: Case) -> tuple[int, str]:
         headers = [(name.encode(), value.encode("latin-1")) for name, value in case.headers.items()]
+        if self.keys and not {"authorization", "x-api-key"} & case.headers.keys():
+            key = self.keys[case.number % len(self.keys)]
+            headers.append((b"authorization", f"Bearer {key}".encode()))
         request = client.build_request(
             case.method, case.path, headers=headers, content=case.content or None
         )
@@ -231,6 +245,31 @@ class Fuzz:
             self.outcome.fail(f"{used} tokens of KV are held by nobody")
         await self._probe(client)
 
+    async def _check_keys(self, client: httpx.AsyncClient) -> None:
+        """No place of a key is taken, and the costs of all keys are that of the device."""
+        for key in self.keys:
+            for tier in ("default", "flex"):
+                body = {
+                    "model": SERVED_MODEL,
+                    "prompt": ["1 2 3"] * MOST_IN_FLIGHT,
+                    "max_tokens": 2,
+                    "service_tier": tier,
+                }
+                headers = {"authorization": f"Bearer {key}"}
+                answer = await client.post("/v1/completions", json=body, headers=headers)
+                if answer.status_code != 200:
+                    self.outcome.fail(f"key {key!r} has no place left: {answer.text[:300]}")
+        for replica in (await client.get("/cosched", timeout=30)).json()["replicas"]:
+            costs = [s for by_name in replica["device_s"].values() for s in by_name.values()]
+            self.outcome.device_s += sum(costs)
+            self.outcome.busy_s += replica["busy_s"]
+        # Each is rounded to a microsecond.
+        if abs(self.outcome.device_s - self.outcome.busy_s) > 1e-6 * (len(costs) + 1):
+            self.outcome.fail(
+                f"the keys cost {self.outcome.device_s:.6f} s, the device was busy for "
+                f"{self.outcome.busy_s:.6f} s"
+            )
+
 
 # (path, status, text) as regular expressions -> why stock SGLang's answer is no failure. None of it
 # hurts another request. Status 0: the connection broke in the middle of an answer.
@@ -292,6 +331,14 @@ def build_parser() -> argparse.ArgumentParser:
         default=[],
         help="leave requests with these out",
     )
+    parser.add_argument(
+        "--keys",
+        nargs="+",
+        default=[],
+        metavar="KEY",
+        help=f"API keys, each with {MOST_IN_FLIGHT} places of a class; with --url those "
+        "of the server",
+    )
     parser.add_argument("--url", help="a server that runs already, instead of one of its own")
     parser.add_argument("--size", choices=sorted(SIZES), default="tiny", help="its demo model")
     parser.add_argument("--policy", default="hygen", help="its policy (default: hygen)")
@@ -313,6 +360,9 @@ def fuzzed_server(args: argparse.Namespace, forks: Forks | None = None) -> Itera
             adapters = [f"{name}={path}" for name, path in folders.items()]
             flags += ["--enable-lora", "--lora-backend", "torch_native"]
             flags += ["--max-loras-per-batch", "2", "--lora-paths", *adapters]
+        if args.keys:
+            limits = {"max_online": MOST_IN_FLIGHT, "max_offline": MOST_IN_FLIGHT}
+            flags += ["--cosched-claims", json.dumps({"keys": dict.fromkeys(args.keys, limits)})]
         model = ensure_demo_model(size=args.size)
         flags += args.server_flags
         with start_server(
@@ -358,6 +408,8 @@ def report(console: Console, args: argparse.Namespace, outcome: Outcome) -> bool
             "p99": round(probe_s[len(probe_s) * 99 // 100] * 1e3, 1),
             "max": round(probe_s[-1] * 1e3, 1),
         },
+        "device_s": round(outcome.device_s, 6),
+        "busy_s": round(outcome.busy_s, 6),
         "statuses": dict(sorted(outcome.statuses.items())),
         "known": dict(outcome.known),
     }
@@ -384,7 +436,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         with contextlib.ExitStack() as stack:
             server = None if args.url else stack.enter_context(fuzzed_server(args))
             url = args.url or server.url
-            fuzz = Fuzz(url, cases, concurrency=args.concurrency)
+            fuzz = Fuzz(url, cases, concurrency=args.concurrency, keys=args.keys)
             asyncio.run(fuzz.run())
             log = server.log() if server else ""
     except ServerError as error:

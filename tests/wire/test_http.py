@@ -93,6 +93,7 @@ def front(tiny_model):
 
     hooks = {http.read_body, http.render_messages, http.classify, http.check_values}
     hooks |= {http.keep_status}
+    hooks.add(http.note_released)
     install(seam for seam in http.SEAMS if seam.hook in hooks)
     # Of this one, only what it does before the server runs.
     http.prepare_app(None)
@@ -546,6 +547,42 @@ class TestClaims:
         assert isinstance(verdict, TryAgain) and verdict.failure is None
         if path != EMBEDDINGS:
             assert front.post(path).status_code == 200, "a client sees the finish reason"
+
+    @pytest.mark.parametrize("n", [1, 3])
+    def test_an_aborted_request_says_what_it_cost_when_the_scheduler_has_ended_it(
+        self, front, monkeypatch, n
+    ):
+        from cosched.engine.front import own_request
+
+        costs = []
+
+        async def hang_up(*, obj, state, request=None):
+            if obj.sampling_params.get("max_new_tokens") and len(front.sent) <= 1 < n:
+                del front.manager.rid_to_state[obj.rid]
+                yield {"meta_info": {}}  # the prompt of all samples
+                return
+            raise ValueError("Request is disconnected from the client side")
+            yield
+
+        async def ask():
+            transport = InProcessTransport(front.app, state=own_request(30.0, aborted=costs.append))
+            async with httpx.AsyncClient(transport=transport, base_url="http://own") as client:
+                response = await client.post(CHAT, json={**MINIMAL[CHAT], "n": n})
+            await asyncio.sleep(0)
+            assert response.status_code == 400 and not costs, "it still runs"
+            for state in list(front.manager.rid_to_state.values()):
+                state.out_list.append({"meta_info": {"device_seconds": [0.1, 0.25]}})
+                state.finished = True
+                state.event.set()
+            front.manager.rid_to_state.clear()
+            async with asyncio.timeout(20):
+                while not costs:
+                    await asyncio.sleep(0.001)
+
+        front.sent.clear()
+        monkeypatch.setattr(front.manager, "_stream_one_response", hang_up)
+        asyncio.run(ask())
+        assert costs == [0.25 * n]
 
     def test_no_key_stands_before_the_end_of_a_request(self, front, claiming):
         claiming(keys={"*": {"max_online": 0}})
