@@ -1,4 +1,4 @@
-"""What requests had cost when they were aborted: the scheduler says it after their replies ended."""
+"""What aborted requests have cost: the scheduler says it after their replies have ended."""
 
 from __future__ import annotations
 

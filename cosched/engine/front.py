@@ -168,6 +168,7 @@ class Front:
             if state is not None:
                 setattr(state, _STATE, grant)
         if state is not None:
+            grant.outlives_reply = bool(getattr(obj, "background", False))
             try:
                 self.gate.admit(grant, made(obj))
             except LimitError as error:
@@ -188,11 +189,11 @@ class Front:
             params = with_server_params(params, _told(grant))
         obj.sampling_params = params
 
-    def ended(self, request: Any) -> None:
-        """All that `apply` was called with for a request has been generated. Its key may have
-        another one, before the client has read the end of the reply."""
+    def ended(self, request: Any, *, is_whole: bool) -> None:
+        """What `apply` was called with is no longer generated. If all of it was, its key may have
+        another one, before the client has read the end of the reply; else when the reply ends."""
         grant: Grant | None = getattr(getattr(request, "state", None), _STATE, None)
-        if grant is not None:
+        if grant is not None and (is_whole or grant.outlives_reply):
             self.gate.leave(grant)
 
     def _name(self, grant: Grant, headers: Mapping[str, str]) -> None:
@@ -284,7 +285,7 @@ class ReplyMiddleware:
 
         def leave() -> None:
             grant = state.get(_STATE)
-            if grant is not None:
+            if grant is not None and not grant.outlives_reply:
                 self.front().gate.leave(grant)
             if (ticket := state.get(TICKET_KEY)) is not None:
                 ticket.end()

@@ -231,6 +231,7 @@ class Grant:
     owner   of files and batches, where its key has no name (`cosched.core.shares`)
     admitted  most sequences that it was admitted with
     taken   sequences that it counts as now
+    outlives_reply  it goes on when its reply has ended: a response in the background
     """
 
     wish: Wish
@@ -242,6 +243,7 @@ class Grant:
     owner: str = ""
     admitted: int = 0
     taken: int = 0
+    outlives_reply: bool = False
 
     @property
     def request_class(self) -> RequestClass:

@@ -284,7 +284,7 @@ async def classify(
     API key, whatever the body looked like. With thousands of waiting requests SGLang checks less
     often whether their clients are still connected. A line of a batch that the operator aborted
     is answered with 503, so that it is sent again; stock answers 200."""
-    has_answered = False
+    has_answered = is_whole = False
     try:
         front().apply(obj, request)
         check_input(obj, scope_of(manager))
@@ -298,7 +298,7 @@ async def classify(
                 if is_own(request) and was_aborted(reply):
                     raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, _ABORTED)
                 yield reply
-        front().ended(request)
+        is_whole = True
     except LimitError as error:
         if getattr(obj, "stream", False):  # which may have begun: SGLang ends it with the error
             raise ValueError(str(error)) from None
@@ -312,6 +312,7 @@ async def classify(
         logger.warning("a request that SGLang cannot read", exc_info=True)
         raise ValueError(f"cannot read this request: {error!r}") from error
     finally:
+        front().ended(request, is_whole=is_whole)
         released, told = vars(manager).pop(_RELEASED, ()), told_of_abort(request)
         if told is not None and not has_answered:
             tell_cost(released, told)

@@ -702,6 +702,41 @@ class TestClaims:
         if path in (CHAT, COMPLETIONS, GENERATE):
             assert all(still_there), "the wait was not there"
 
+    @pytest.mark.parametrize("end", ["answer", "cancel"])
+    def test_a_response_in_the_background_keeps_its_place_until_it_ends(
+        self, front, claiming, monkeypatch, end
+    ):
+        claiming(keys={"secret": {"max_online": 1}})
+        gate, answer = asyncio.Event(), front.manager._stream_one_response
+
+        async def held(**known):
+            await gate.wait()
+            async for reply in answer(**known):
+                yield reply
+
+        async def ask():
+            transport = httpx.ASGITransport(front.app)
+            async with httpx.AsyncClient(
+                transport=transport, base_url="http://front", headers=self.KEY
+            ) as client:
+                body = {**MINIMAL[RESPONSES], "background": True}
+                first = (await client.post(RESPONSES, json=body)).json()
+                while not front.sent:
+                    await asyncio.sleep(0.001)
+                second = await client.post(RESPONSES, json=body)
+                if end == "cancel":
+                    await client.post(f"{RESPONSES}/{first['id']}/cancel")
+                gate.set()
+                async with asyncio.timeout(20):
+                    while (await client.post(RESPONSES, json=body)).status_code == 429:
+                        await asyncio.sleep(0.001)
+                return first, second
+
+        front.sent.clear()
+        monkeypatch.setattr(front.manager, "_stream_one_response", held)
+        first, second = asyncio.run(ask())
+        assert first["status"] == "queued" and second.status_code == 429
+
     @pytest.mark.parametrize("ignore", [[], ["body_targets"]])
     @pytest.mark.parametrize("own", [{}, {"cosched": "no object"}, {"cosched": {"deadline_s": 5}}])
     def test_what_a_client_says_in_the_name_of_the_server_is_removed(
