@@ -721,8 +721,10 @@ class TestClaims:
             ) as client:
                 body = {**MINIMAL[RESPONSES], "background": True}
                 first = (await client.post(RESPONSES, json=body)).json()
-                while not front.sent:
-                    await asyncio.sleep(0.001)
+                assert first.get("status") == "queued", first
+                async with asyncio.timeout(20):
+                    while not front.sent:
+                        await asyncio.sleep(0.001)
                 second = await client.post(RESPONSES, json=body)
                 if end == "cancel":
                     await client.post(f"{RESPONSES}/{first['id']}/cancel")
@@ -733,6 +735,8 @@ class TestClaims:
                 return first, second
 
         front.sent.clear()
+        responses = front.app.state.openai_serving_responses
+        monkeypatch.setattr(responses, "enable_response_store", True)
         monkeypatch.setattr(front.manager, "_stream_one_response", held)
         first, second = asyncio.run(ask())
         assert first["status"] == "queued" and second.status_code == 429
