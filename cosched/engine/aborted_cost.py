@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from cosched.core.wire import USAGE_KEY
@@ -12,13 +12,25 @@ from cosched.core.wire import USAGE_KEY
 _ABORT_S = 60.0
 """Most that an aborted request may take to end."""
 
+_RELEASED = "cosched_released"
+
 _telling: set[asyncio.Task[None]] = set()
 """The loop keeps only weak references to tasks."""
 
 
-def tell_cost(states: Sequence[Any], told: Callable[[float], None]) -> None:
-    """Call `told` with the cost [s] when all have ended. states: of SGLang's tokenizer manager,
-    which the scheduler still knows."""
+def note_released(manager: Any, request_states: dict[str, Any]) -> None:
+    """What lines of a cancelled batch have cost is known when the scheduler has aborted them."""
+    known = manager.rid_to_state
+    sent = [s for rid, s in request_states.items() if s.dispatched and known.get(rid) is s]
+    setattr(manager, _RELEASED, sent)
+
+
+def tell_cost(manager: Any, told: Callable[[float], None] | None) -> None:
+    """Call `told` with the cost [s] of what was released last, when all of it has ended. Called at
+    the end of each request, so that none takes what another one has released."""
+    states = vars(manager).pop(_RELEASED, ())
+    if told is None:
+        return
 
     async def tell() -> None:
         with contextlib.suppress(TimeoutError):

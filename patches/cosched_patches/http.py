@@ -19,7 +19,7 @@ from fastapi.exceptions import RequestValidationError
 from sglang.srt.entrypoints.http_server import app, get_global_state
 
 from cosched.config import Config, load_config
-from cosched.engine.aborted_cost import tell_cost
+from cosched.engine.aborted_cost import note_released, tell_cost
 from cosched.engine.access import REDACTED, SECRET_ARGUMENTS, Access, Keys, hide_in_command
 from cosched.engine.admin import add_batches, add_routes
 from cosched.engine.checks import check_input, check_params, check_tokenized, scope_of
@@ -280,10 +280,9 @@ async def classify(
     every field is checked against its bound before anything is tokenized. Some endpoints lose
     fields (``/v1/responses`` drops even ``priority``), and requests of a program around the engine
     enter here. SGLang answers many wrong values with 500, because Python raises another error than
-    ``ValueError``; here that becomes 400. What SGLang has made of a request counts against its
-    API key, whatever the body looked like. With thousands of waiting requests SGLang checks less
-    often whether their clients are still connected. A line of a batch that the operator aborted
-    is answered with 503, so that it is sent again; stock answers 200."""
+    ``ValueError``; here that becomes 400. What SGLang makes of it counts against its API key. With
+    thousands of waiting requests SGLang checks less often whether their clients are still
+    connected. A line of a batch that the operator aborted gets 503, is sent again; stock: 200."""
     has_answered = is_whole = False
     try:
         front().apply(obj, request)
@@ -313,9 +312,7 @@ async def classify(
         raise ValueError(f"cannot read this request: {error!r}") from error
     finally:
         front().ended(request, is_whole=is_whole)
-        released, told = vars(manager).pop(_RELEASED, ()), told_of_abort(request)
-        if told is not None and not has_answered:
-            tell_cost(released, told)
+        tell_cost(manager, None if has_answered else told_of_abort(request))
         # SGLang reads it after a stream, also of a request that could not be read.
         if not hasattr(obj, "is_single"):
             obj.is_single = not isinstance(obj.rid, list)
@@ -349,16 +346,6 @@ def own_responses(_: Any, serving: Any, *__: Any, **___: Any) -> None:
     every client that learns an id reads the response, continues and cancels it."""
     for name in ("response_store", "msg_store", "background_tasks"):
         setattr(serving, name, OwnedDict())
-
-
-_RELEASED = "cosched_released"
-
-
-def note_released(manager: Any, request_states: dict[str, Any]) -> None:
-    """What lines of a cancelled batch have cost is known when the scheduler has aborted them."""
-    known = manager.rid_to_state
-    sent = [s for rid, s in request_states.items() if s.dispatched and known.get(rid) is s]
-    setattr(manager, _RELEASED, sent)
 
 
 def check_values(manager: Any, obj: Any, input_ids: Any) -> None:
