@@ -70,6 +70,11 @@ _KEY = Rule(Level.KEY)
 _ADMIN = Rule(Level.ADMIN)
 _INFO = Rule(Level.KEY, by_name=False, change=_hide_secrets_and_owners)
 
+_OF_BATCHES = (
+    *("/v1/files", "/v1/files/{id}", "/v1/files/{id}/content"),
+    *("/v1/batches", "/v1/batches/{id}", "/v1/batches/{id}/cancel"),
+)
+
 RULES: Mapping[str, Rule] = {
     # Probes and Prometheus; `/metrics` has no names of owners below the level of the operator.
     **dict.fromkeys(("/health", "/health_generate", "/metrics", "/ready"), _PUBLIC),
@@ -94,8 +99,7 @@ RULES: Mapping[str, Rule] = {
         (
             *("/open_session", "/close_session"),
             *("/v1/responses/{response_id}", "/v1/responses/{response_id}/cancel"),
-            *("/v1/files", "/v1/files/{id}", "/v1/files/{id}/content"),
-            *("/v1/batches", "/v1/batches/{id}", "/v1/batches/{id}/cancel"),
+            *(path + slash for path in _OF_BATCHES for slash in ("", "/")),
         ),
         _KEY,
     ),
