@@ -439,6 +439,10 @@ class View(Protocol):
         engine's rule holds."""
         ...
 
+    def share_prefix(self, request: Request, other: Request, num_tokens: int) -> bool:
+        """True if both begin with the same `num_tokens` tokens, whose KV they can share."""
+        ...
+
     def num_shared(self, request: Request) -> int:
         """Of the KV that the next decode of a running request attends to, tokens that are read for
         another of its class anyway. Asked only where `EngineCaps.shared_prefix` holds. O(1)."""

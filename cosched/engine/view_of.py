@@ -286,6 +286,9 @@ class SchedulerView:
             in_window=port.window_at(tree, found_here),
         )
 
+    def share_prefix(self, request: Request, other: Request, num_tokens: int) -> bool:
+        return port.share_prefix(_req(request), _req(other), num_tokens)
+
     def num_shared(self, request: Request) -> int:
         """Computed once for each class."""
         if self._prefixes is None:

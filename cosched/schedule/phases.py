@@ -195,13 +195,46 @@ def _serve_online(
     if builder.preempts_online_prefill():
         return False
     is_served = True
+    num_following = 0
+    launched = _without_output(builder.view)
     for request in waiting:
-        if request.rid in builder.prefill or admit_online(builder, pace, steps, request):
+        if request.rid in builder.prefill:
+            continue
+        if _waits_for_prefix(builder, request, launched):
+            num_following += 1
+            if num_following == _MOST_FOLLOWING:
+                break
+            continue
+        if admit_online(builder, pace, steps, request):
             continue
         is_served = False
         if builder.runs_anything():  # on an idle engine it does not keep others from running
             break
     return is_served
+
+
+def _waits_for_prefix(
+    builder: PlanBuilder, request: Request, launched: Sequence[Request]
+) -> bool:
+    """True if what this request would compute first is under way: in a launched prefill, or in one
+    of this plan. It finds it cached afterwards, and would compute it once more now."""
+    view = builder.view
+    num_shared = view.match(request).cached + LEAST_SHARED
+    if num_shared > num_tokens_of(request):
+        return False
+    under_way = {other.rid: (other, other.num_computed_tokens) for other in launched}
+    for rid, num_tokens in builder.prefill.items():
+        waiting = view.waiting(rid)
+        if waiting is not None:
+            under_way[rid] = waiting, view.match(waiting).cached + num_tokens
+        elif rid in under_way:
+            other, num_computed = under_way[rid]
+            under_way[rid] = other, num_computed + num_tokens
+    for other, num_computed in under_way.values():
+        if num_shared <= num_computed and view.share_prefix(request, other, num_shared):
+            builder.skip(request, SkipReason.SHARED_PREFIX)
+            return True
+    return False
 
 
 def _admit_beside(
@@ -463,6 +496,9 @@ _BESIDE_PART = 4
 
 _MOST_BESIDE = 16
 """Waiting online requests that are considered for it."""
+
+_MOST_FOLLOWING = 64
+"""Waiting online requests that may follow a prefix under way: those behind are not looked at."""
 
 _LEAST_CHUNK = 16
 """Least prompt tokens of a chunk, unless the prompt ends in fewer."""

@@ -49,6 +49,22 @@ def prefix_key(req: Any) -> Hashable:
     return req.extra_key, req.cache_salt
 
 
+def share_prefix(req: Any, other: Any, num_tokens: int) -> bool:
+    """Whether both begin with the same `num_tokens` tokens and may share their KV."""
+    if prefix_key(req) != prefix_key(other):
+        return False
+    ids, others = token_ids(req), token_ids(other)
+    if min(len(ids), len(others)) < num_tokens:
+        return False
+    # Most prompts that differ do so at their end, or throughout.
+    end = slice(max(num_tokens - _TAIL, 0), num_tokens)
+    return ids[end] == others[end] and ids[:num_tokens] == others[:num_tokens]
+
+
+_TAIL = 16
+"""Tokens that are compared first."""
+
+
 def only_decodes() -> bool:
     """Whether prompts are computed by another server."""
     return bool(get_disagg().disaggregation_mode == "decode")
