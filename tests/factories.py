@@ -241,9 +241,10 @@ class FakeView:
             return promised_tokens(num_left * request.traits.num_rows)
         return max(request.max_new_tokens - request.num_output_tokens, 0)
 
-    def share_prefix(self, request: Request, other: Request, num_tokens: int) -> bool:
-        ids, others = request.token_ids[:num_tokens], other.token_ids[:num_tokens]
-        return len(ids) == num_tokens and list(ids) == list(others)
+    def num_common(self, request: Request, other: Request, least: int) -> int:
+        pairs = zip(request.token_ids, other.token_ids, strict=False)
+        num = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        return num if num >= least else 0
 
     def num_shared(self, request: Request) -> int:
         return self.shared.get(request.rid, 0)

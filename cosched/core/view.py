@@ -439,8 +439,9 @@ class View(Protocol):
         engine's rule holds."""
         ...
 
-    def share_prefix(self, request: Request, other: Request, num_tokens: int) -> bool:
-        """True if both begin with the same `num_tokens` tokens, whose KV they can share."""
+    def num_common(self, request: Request, other: Request, least: int) -> int:
+        """Tokens with which both begin and whose KV they can share; 0 if fewer than `least`.
+        O(tokens); O(1) for most that have fewer."""
         ...
 
     def num_shared(self, request: Request) -> int:

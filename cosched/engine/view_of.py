@@ -286,8 +286,8 @@ class SchedulerView:
             in_window=port.window_at(tree, found_here),
         )
 
-    def share_prefix(self, request: Request, other: Request, num_tokens: int) -> bool:
-        return port.share_prefix(_req(request), _req(other), num_tokens)
+    def num_common(self, request: Request, other: Request, least: int) -> int:
+        return port.num_common(_req(request), _req(other), least)
 
     def num_shared(self, request: Request) -> int:
         """Computed once for each class."""

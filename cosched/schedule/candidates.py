@@ -15,10 +15,10 @@ from cosched.core.view import Match, OfflineOrder
 from cosched.pool.freshness import due_time_s
 from cosched.schedule.base import Pace
 from cosched.schedule.builder import PlanBuilder
+from cosched.schedule.following import follow
 from cosched.schedule.phases import (
     admission_tokens,
     enough_victims,
-    follow,
     has_time,
     must_wait,
     offline_admissions_left,

@@ -62,6 +62,7 @@ from cosched.schedule.candidates import (
     punishments,
 )
 from cosched.schedule.deadlines import Deadlines, PrefillSlacks, online_prefills
+from cosched.schedule.following import LEAST_SHARED
 from cosched.schedule.forecast import KvForecast
 from cosched.schedule.online_order import (
     LATE_TURN,
@@ -71,7 +72,6 @@ from cosched.schedule.online_order import (
     tiers_by_feasibility,
 )
 from cosched.schedule.phases import (
-    LEAST_SHARED,
     Steps,
     shortest_first,
     two_phases,

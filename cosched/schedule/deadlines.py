@@ -47,6 +47,7 @@ from cosched.core.view import ToleranceHeadroom, View
 from cosched.schedule.base import PolicySettings
 from cosched.schedule.builder import PlanBuilder
 from cosched.schedule.decode_slack import OnlineDecodes, beside_s, shortest_s
+from cosched.schedule.following import LEAST_SHARED
 from cosched.schedule.ledger import Ledger
 from cosched.schedule.time_budget import TimeBudget
 
@@ -68,6 +69,8 @@ class Deadlines:
         self._builder = builder
         self._settings = settings
         self._prefill_s: dict[str, float] = {}
+        self._prefills: list[Request] = []
+        """Those that have been asked about."""
         view, ledger = builder.view, builder.ledger
         ledger.add_decodes(builder.online.contexts)
         self._margin = 1 + view.predictor.margin
@@ -134,9 +137,23 @@ class Deadlines:
         seconds = self._prefill_s.get(request.rid)
         if seconds is None:
             view, ledger = self._builder.view, self._builder.ledger
-            seconds = _prefill_s(request, view, ledger, self._predicted_s) / self._margin
+            num_cached = self._num_cached(request)
+            seconds = _prefill_s(request, num_cached, view, ledger, self._predicted_s)
+            seconds /= self._margin
             self._prefill_s[request.rid] = seconds
+            self._prefills.append(request)
         return seconds
+
+    def _num_cached(self, request: Request) -> int:
+        """Tokens that it finds cached when its turn comes: one that has been asked about before may
+        have computed a prefix of it."""
+        view = self._builder.view
+        num_cached = request.num_computed_tokens or view.match(request).cached
+        least = num_cached + LEAST_SHARED
+        if least >= num_tokens_of(request):
+            return num_cached
+        common = (view.num_common(request, other, least) for other in self._prefills)
+        return max(common, default=0) or num_cached
 
     def prefill_time_s(self, within_s: float) -> float:
         """Time for prefills within the next `within_s` if no decode is to miss its target by them
@@ -388,14 +405,15 @@ _MOST_LOOKED_AT = 16
 """Waiting online requests whose prompts are looked up in the cache to estimate their time."""
 
 
-def _prefill_s(request: Request, view: View, ledger: Ledger, alone_s: float) -> float:
+def _prefill_s(
+    request: Request, num_cached: int, view: View, ledger: Ledger, alone_s: float
+) -> float:
     """Time that the rest of a prefill adds to the iterations that compute it [s].
 
     It is computed in chunks; of larger prefills than it has seen the predictor is pessimistic. The
     time of a chunk grows linearly with its depth (attention), so the mean of the first and the last
     chunk stands for all.
     """
-    num_cached = request.num_computed_tokens or view.match(request).cached
     num_new = num_tokens_of(request) - num_cached
     if num_new <= 0:
         return 0.0

@@ -22,9 +22,10 @@ from typing import Any
 
 from cosched.core.plan import SkipReason
 from cosched.core.request import Request, RequestClass, num_tokens_of
-from cosched.core.view import Decodes, Match, OfflineOrder, View
+from cosched.core.view import Decodes, Match, OfflineOrder
 from cosched.schedule.base import Pace
 from cosched.schedule.builder import PlanBuilder
+from cosched.schedule.following import LEAST_SHARED, follow, waits_for_prefix, without_output
 from cosched.schedule.preemption import should_finish
 
 
@@ -196,11 +197,11 @@ def _serve_online(
         return False
     is_served = True
     num_following = 0
-    launched = _without_output(builder.view)
+    launched = without_output(builder.view)
     for request in waiting:
         if request.rid in builder.prefill:
             continue
-        if _waits_for_prefix(builder, request, launched):
+        if waits_for_prefix(builder, request, launched):
             num_following += 1
             if num_following == _MOST_FOLLOWING:
                 break
@@ -211,30 +212,6 @@ def _serve_online(
         if builder.runs_anything():  # on an idle engine it does not keep others from running
             break
     return is_served
-
-
-def _waits_for_prefix(
-    builder: PlanBuilder, request: Request, launched: Sequence[Request]
-) -> bool:
-    """True if what this request would compute first is under way: in a launched prefill, or in one
-    of this plan. It finds it cached afterwards, and would compute it once more now."""
-    view = builder.view
-    num_shared = view.match(request).cached + LEAST_SHARED
-    if num_shared > num_tokens_of(request):
-        return False
-    under_way = {other.rid: (other, other.num_computed_tokens) for other in launched}
-    for rid, num_tokens in builder.prefill.items():
-        waiting = view.waiting(rid)
-        if waiting is not None:
-            under_way[rid] = waiting, view.match(waiting).cached + num_tokens
-        elif rid in under_way:
-            other, num_computed = under_way[rid]
-            under_way[rid] = other, num_computed + num_tokens
-    for other, num_computed in under_way.values():
-        if num_shared <= num_computed and view.share_prefix(request, other, num_shared):
-            builder.skip(request, SkipReason.SHARED_PREFIX)
-            return True
-    return False
 
 
 def _admit_beside(
@@ -368,31 +345,15 @@ def _prefill_offline(builder: PlanBuilder, pace: Pace, steps: Steps) -> None:
             builder.skip(front, reason)
         return
     if order.knows_prefixes:
-        for request in _without_output(builder.view):
+        for request in without_output(builder.view):
             follow(order, request, request.num_prefix_tokens)
     steps.admit(builder, pace, order)
-
-
-def _without_output(view: View) -> list[Request]:
-    """Requests under way without a token of output."""
-    found: list[Request] = []
-    num_output = view.progress().num_output
-    if 0 in num_output:
-        found += [r for r, num in zip(view.running, num_output, strict=True) if not num]
-    return found + [r for r in view.unfinished if not r.num_output_tokens]
 
 
 def owes_recomputing(builder: PlanBuilder) -> bool:
     """True if preemptions have caused too much recomputation: no offline request is admitted beside
     a running one."""
     return builder.view.recompute_debt_s > 0 and num_offline_running(builder) > 0
-
-
-def follow(order: OfflineOrder, request: Request, num_cached: int) -> None:
-    """Requests that share what this one computes wait until it is cached, unless it is short."""
-    num_shared = num_cached + LEAST_SHARED
-    if order.knows_prefixes and num_shared <= num_tokens_of(request):
-        order.skip_sharing(request, num_shared)
 
 
 def must_wait(builder: PlanBuilder, request: Request) -> bool:
@@ -505,6 +466,3 @@ _LEAST_CHUNK = 16
 
 _LEAST_PROGRESS = 64
 """Prompt tokens that an iteration without other work computes, however long it takes."""
-
-LEAST_SHARED = 64
-"""Shared tokens for which a request waits until another has computed them."""

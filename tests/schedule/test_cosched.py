@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from cosched.core.estimates import LengthEstimate
+from cosched.core.plan import SkipReason
 from cosched.core.request import Slo, Traits
 from cosched.core.view import Match
 from cosched.core.view import ToleranceHeadroom as Headroom
@@ -371,3 +372,43 @@ def test_an_idle_engine_takes_short_steps_so_that_who_comes_does_not_wait():
     assert planned(replace(view, tolerance_headroom=Headroom(share=0.02)))[0] == free, (
         "nothing was promised of TTFT"
     )
+
+
+def sibling(name, own, **fields):
+    """64 tokens of its own after 400 of a prefix."""
+    return online(name, 464, token_ids=[*range(400), *range(own, own + 64)], **fields)
+
+
+@pytest.mark.parametrize("is_launched", [False, True])
+def test_siblings_wait_for_the_prefix_that_one_of_them_computes(is_launched):
+    """is_launched: its prefill is in the iteration under way, and not yet in the cache."""
+    first, second = sibling("first", 1000), sibling("second", 2000)
+    other = online("other", 464, token_ids=range(5000, 5464))
+    view = FakeView(caps=CAPS, online=(first, second, other))
+    if is_launched:
+        launched = replace(first, num_computed_tokens=464)
+        view = replace(view, running=(launched,), online=(second, other))
+    plan, _ = planned(view)
+    assert plan.skipped["second"] is SkipReason.SHARED_PREFIX
+    assert "other" in plan.prefill, "it is no sibling"
+    # Once the prefix is cached they run together.
+    cached = {rid: Match(cached=400, evictable=400) for rid in ("second", "third")}
+    third = sibling("third", 3000)
+    view = FakeView(caps=CAPS, online=(second, third), cached=cached, evictable_kv=400)
+    assert planned(view)[0].prefill == {"second": 64, "third": 64}
+
+
+def test_a_sibling_is_not_late_for_a_prefix_that_is_computed_once():
+    """Each prompt takes 0.85 s, of which a sibling's own part is 0.05."""
+    siblings = [
+        online(
+            f"s{i}", 8500, token_ids=[*range(8000), *range(10**6 * (i + 1), 10**6 * (i + 1) + 500)]
+        )
+        for i in range(3)
+    ]
+    view = FakeView(caps=CAPS, total_kv=50_000, online=siblings)
+    assert not planned(view)[0].late
+    strangers = [
+        replace(s, token_ids=range(10**6 * i, 10**6 * i + 8500)) for i, s in enumerate(siblings)
+    ]
+    assert len(planned(replace(view, online=strangers))[0].late) == 2

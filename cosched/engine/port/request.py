@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Iterable
 from http import HTTPStatus
 from typing import Any
 
+import numpy as np
 from sglang.srt.managers import tokenizer_manager
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.multi_tokenizer_mixin import TokenizerWorker
@@ -49,16 +50,19 @@ def prefix_key(req: Any) -> Hashable:
     return req.extra_key, req.cache_salt
 
 
-def share_prefix(req: Any, other: Any, num_tokens: int) -> bool:
-    """Whether both begin with the same `num_tokens` tokens and may share their KV."""
+def num_common(req: Any, other: Any, least: int) -> int:
+    """Tokens with which both begin, if they may share their KV; 0 if fewer than `least`."""
     if prefix_key(req) != prefix_key(other):
-        return False
+        return 0
     ids, others = token_ids(req), token_ids(other)
-    if min(len(ids), len(others)) < num_tokens:
-        return False
+    length = min(len(ids), len(others))
     # Most prompts that differ do so at their end, or throughout.
-    end = slice(max(num_tokens - _TAIL, 0), num_tokens)
-    return ids[end] == others[end] and ids[:num_tokens] == others[:num_tokens]
+    end = slice(max(least - _TAIL, 0), least)
+    if length < least or ids[end] != others[end]:
+        return 0
+    same = np.asarray(ids)[:length] == np.asarray(others)[:length]
+    num = length if same.all() else int(same.argmin())
+    return num if num >= least else 0
 
 
 _TAIL = 16

@@ -9,9 +9,9 @@ from cosched.core.plan import SkipReason
 from cosched.core.request import Request, RequestClass, num_tokens_of
 from cosched.core.view import OfflineOrder
 from cosched.papers.bros.packing import Packing, Within, put_aside
+from cosched.schedule.following import follow
 from cosched.schedule.phases import (
     admission_tokens,
-    follow,
     has_time,
     must_wait,
     offline_admissions_left,
