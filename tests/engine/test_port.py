@@ -5,9 +5,13 @@ from __future__ import annotations
 import ast
 import pkgutil
 import re
+from array import array
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.engine import port
@@ -151,3 +155,17 @@ def test_what_preemption_gains_is_free_or_evictable_afterwards(make_engine, toke
     assert gains and gains[0] >= 60
     assert len(engine.replies["off"].output_ids) == 50
     assert_drained(engine)
+
+
+@given(st.lists(st.integers(0, 1), max_size=60), st.integers(0, 60), st.integers(1, 60))
+def test_prompts_have_in_common_what_both_begin_with(ids, at, least):
+    req = SimpleNamespace(
+        origin_input_ids=array("q", ids), output_ids=[], extra_key=None, cache_salt=None
+    )
+    other = SimpleNamespace(**vars(req))
+    changed = [1 - token if n == at else token for n, token in enumerate(ids)]
+    other.origin_input_ids = array("q", changed)
+    num = min(at, len(ids))
+    assert port.num_common(req, other, least) == (num if num >= least else 0)
+    other.cache_salt = "mine"
+    assert port.num_common(req, other, least) == 0
