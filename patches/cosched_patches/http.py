@@ -34,7 +34,7 @@ from cosched.engine.front import (
 )
 from cosched.engine.middleware import BodyLimit
 from cosched.engine.model_operations import is_about_to_read, unloading, use_model_lock
-from cosched.engine.owned_ids import OwnedDict, with_owner, without_owner
+from cosched.engine.owned_ids import with_owner, without_owner
 from cosched.engine.port import pace_checks
 from cosched.engine.port.endpoints import check_route, limit_reply, served_name, without_effect
 from cosched.engine.preparation import TICKET_KEY, PreparationGate, is_prepared
@@ -341,13 +341,6 @@ async def close_session(original: Any, manager: Any, obj: Any, request: Any = No
     return await original(manager, obj, request)
 
 
-def own_responses(_: Any, serving: Any, *__: Any, **___: Any) -> None:
-    """With ``--enable-response-store`` responses belong to the API key that made them. In stock
-    every client that learns an id reads the response, continues and cancels it."""
-    for name in ("response_store", "msg_store", "background_tasks"):
-        setattr(serving, name, OwnedDict())
-
-
 def check_values(manager: Any, obj: Any, input_ids: Any) -> None:
     """SGLang does not check the types of its sampling parameters: a string as a ``logit_bias``
     raises in the scheduler and ends the server. What depends on the tokens of the prompt is checked
@@ -484,11 +477,6 @@ SEAMS: tuple[Seam, ...] = (
     around(f"{_MANAGER}.generate_request", "self, obj, request", classify),
     around(f"{_MANAGER}.open_session", "self, obj, request", open_session),
     around(f"{_MANAGER}.close_session", "self, obj, request", close_session),
-    after(
-        "sglang.srt.entrypoints.openai.serving_responses.OpenAIServingResponses.__init__",
-        "self, tokenizer_manager, template_manager, enable_prompt_tokens_details, tool_server",
-        own_responses,
-    ),
     before(f"{_MANAGER}._validate_one_request", "self, obj, input_ids", check_values),
     before(f"{_MANAGER}._release_req_states_on_failure", "self, request_states", note_released),
     after(

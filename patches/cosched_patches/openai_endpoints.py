@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from cosched.engine.owned_ids import OwnedDict
 from cosched_patches.seam import Seam, after, around
 
 _SERVING = "sglang.srt.entrypoints.openai"
@@ -35,9 +36,13 @@ def all_output_tokens(
     return {**params, "max_new_tokens": most}
 
 
-def report_cached_if_asked(_: None, serving: Any, *__: Any, **___: Any) -> None:
-    """``cached_tokens`` of /v1/responses needs ``--enable-cache-report``, as on the other
-    endpoints."""
+def own_responses(_: None, serving: Any, *__: Any, **___: Any) -> None:
+    """With ``--enable-response-store`` responses belong to the API key that made them. In stock
+    every client that learns an id reads the response, continues and cancels it.
+
+    ``cached_tokens`` needs ``--enable-cache-report``, as on the other endpoints."""
+    for name in ("response_store", "msg_store", "background_tasks"):
+        setattr(serving, name, OwnedDict())
     manager = serving.tokenizer_manager
     serving.enable_prompt_tokens_details = manager.server_args.enable_cache_report
 
@@ -65,7 +70,7 @@ SEAMS: tuple[Seam, ...] = (
     after(
         f"{_SERVING}.serving_responses.OpenAIServingResponses.__init__",
         "self, tokenizer_manager, template_manager, enable_prompt_tokens_details, tool_server",
-        report_cached_if_asked,
+        own_responses,
     ),
     around(
         f"{_SERVING}.serving_chat.OpenAIServingChat._tool_call_parsing_active",
