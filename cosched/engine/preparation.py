@@ -19,7 +19,8 @@ _WINDOW_S = 60.0
 _MOST_LAG_S = 0.01
 """Above which the next offline request waits [s]: a token of a fast model takes about as long."""
 _MOST_WAIT_S = 0.25
-_AT_ONCE = 4
+AT_ONCE = 4
+"""Offline requests that are prepared at a time."""
 
 
 class LoopLag:
@@ -90,8 +91,13 @@ class PreparationGate:
 
     def __init__(self, lag: LoopLag) -> None:
         self._lag = lag
-        self._slots = asyncio.Semaphore(_AT_ONCE)
+        self._slots = asyncio.Semaphore(AT_ONCE)
         self._turn = asyncio.Lock()
+
+    @property
+    def num_free(self) -> int:
+        """Requests that may enter now."""
+        return self._slots._value
 
     async def enter(self) -> Ticket:
         """Wait for a place; it ends with `is_prepared` in the same task, or with the ticket."""

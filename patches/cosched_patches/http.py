@@ -251,7 +251,9 @@ async def read_body(original: Any, request: Any) -> Any:
         # FastAPI passes on only this type; SGLang gives it the endpoint's form.
         raise HTTPException(status_code=status, detail=str(error)) from None
     gate: PreparationGate | None = getattr(app.state, "cosched_preparation", None)
-    if gate is not None and is_offline(request):
+    # SGLang reads some bodies twice.
+    is_first = getattr(request.state, TICKET_KEY, None) is None
+    if gate is not None and is_first and is_offline(request):
         setattr(request.state, TICKET_KEY, await gate.enter())
     return body
 

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 import cosched.bootstrap
 from cosched.batch.service import InProcessTransport
 from cosched.core.wire import OFFLINE_PRIORITY
+from cosched.engine.preparation import AT_ONCE, LoopLag, PreparationGate
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 GENERATE, EMBEDDINGS, MESSAGES = "/generate", "/v1/embeddings", "/v1/messages"
@@ -773,6 +774,22 @@ WRONG_FOR_SGLANG = [
     (RESPONSES, {"input": []}, "messages: |empty conversation"),
     (CHAT, {"stop_regex": "[a"}, "unterminated character set"),
 ]
+
+
+def test_an_offline_request_gives_its_place_back_once_it_is_prepared_or_refused(front):
+    """`PreparationGate` prepares a few at a time. SGLang reads bodies of /generate twice."""
+    gate = front.app.state.cosched_preparation = PreparationGate(LoopLag())
+    try:
+        for path, fields, status in (
+            (GENERATE, {"priority": -1}, 200),
+            (CHAT, {"service_tier": "flex"}, 200),
+            (CHAT, {"service_tier": "flex", "max_tokens": "many"}, 400),
+            (CHAT, {"service_tier": "flex", "messages": [{"role": "nobody", "content": 3}]}, 400),
+        ):
+            assert front.post(path, **fields).status_code == status
+            assert gate.num_free == AT_ONCE, path
+    finally:
+        del front.app.state.cosched_preparation
 
 
 @pytest.mark.parametrize(("path", "fields", "named"), WRONG_FOR_SGLANG)
