@@ -99,7 +99,7 @@ RULES: Mapping[str, Rule] = {
         (
             *("/open_session", "/close_session"),
             *("/v1/responses/{response_id}", "/v1/responses/{response_id}/cancel"),
-            *(path + slash for path in _OF_BATCHES for slash in ("", "/")),
+            *_OF_BATCHES,
         ),
         _KEY,
     ),

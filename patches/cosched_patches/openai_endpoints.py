@@ -56,7 +56,22 @@ def parse_required_calls(original: Any, serving: Any, request: Any) -> bool:
     return not request._response_parser_json_response_format
 
 
+def keep_served_name(original: Any, manager: Any, model_path: str, load_format: str) -> None:
+    """A model keeps the name that the operator gave it. In stock it has that of its folder after an
+    update of the weights from disk; lines of batches that name the model would be refused."""
+    name = manager.served_model_name
+    is_given = name != manager.model_path
+    original(manager, model_path, load_format)
+    if is_given:
+        manager.served_model_name = name
+
+
 SEAMS: tuple[Seam, ...] = (
+    around(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._update_model_path_info",
+        "self, model_path, load_format",
+        keep_served_name,
+    ),
     after(
         "sglang.srt.utils.weight_versions.build_endpoint_weight_version_metadata",
         "meta_info",

@@ -65,7 +65,7 @@ def small_disk(folder, size):
 def test_a_disk_that_is_full_under_a_running_batch_costs_no_line(tmp_path):
     """Without the right to mount a small disk: no file of the server may grow."""
     seen = Counter()
-    with small_disk(tmp_path / "disk", "4m") as is_mounted:
+    with small_disk(tmp_path / "disk", "12m") as is_mounted:  # SQLite's log may take 4 MB
         server = kills.StandInServer(tmp_path, place=str(tmp_path / "disk" / "b"))
         server.start()
         pid, ballast = server.process.pid, tmp_path / "disk" / "ballast"

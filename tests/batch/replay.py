@@ -17,6 +17,7 @@ from cosched.batch.forecast import forecasts_of
 from cosched.batch.rate import Ended, Progress, RateMeter, Running
 from cosched.core.batch import BatchShape, Prefill
 from cosched.core.request import RequestClass
+from cosched.core.shares import share_of
 from cosched.lab.cost_models.registry import make_cost_model
 from cosched.lab.metrics.records import read_records
 from tests.batch.stand_in import Clock
@@ -115,7 +116,7 @@ def errors(records, *, cost_model, limit, shares=SHARES, window_s=86400.0):
             meter=meter,
             rate=rate,
             num_servers=1,
-            weight=lambda batch: 1.0,
+            share=lambda owner, tenant: share_of((owner, tenant), {}),
             margin_s=0.0,
         )[batch.id]
         found.append((now_s + told.finish_s) / makespan_s - 1)

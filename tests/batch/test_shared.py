@@ -56,15 +56,15 @@ def both_live(stand_in):
 def test_any_server_is_asked_and_all_answer(two):
     (first, at_first), (second, at_second) = two
     both_live(first)
-    file = at_first.upload(lines(1500))
+    file = at_first.upload(lines(3000))
     ended = at_first.wait(at_second.start(file.id))
     outcome = at_second.outcome(ended)
-    assert outcome == answers(1500)
+    assert outcome == answers(3000)
     assert first.asked and second.asked
     for api in (at_first, at_second):
         until(lambda at=api.url: listed(at)["cosched"] == {"servers": 2})
         assert "cosched:batches_servers 2.0" in httpx.get(f"{api.url}/cosched/metrics").text
-    assert (first.asked + second.asked).total() == 1500, "no line is sent twice"
+    assert (first.asked + second.asked).total() == 3000, "no line is sent twice"
 
 
 def test_a_batch_that_one_server_could_hold_runs_on_both(two):
@@ -127,7 +127,7 @@ def test_a_server_that_was_found_dead_continues(two, caplog):
 
 def test_a_database_that_goes_away_for_a_moment_costs_nothing(two):
     (first, at_first), (second, _) = two
-    batch = at_first.create(lines(1500))
+    batch = at_first.create(lines(3000))
     for count in (100, 300, 600):
         until(lambda n=count: (first.asked + second.asked).total() > n)
         with (
@@ -140,7 +140,7 @@ def test_a_database_that_goes_away_for_a_moment_costs_nothing(two):
             )
     with contextlib.suppress(openai.InternalServerError):  # its connection was cut
         at_first.batches.retrieve(batch.id)
-    assert at_first.outcome(at_first.wait(batch)) == answers(1500)
+    assert at_first.outcome(at_first.wait(batch)) == answers(3000)
 
 
 def test_a_stopped_database_is_reported_and_may_come_back(cluster, folder, caplog):

@@ -52,7 +52,7 @@ def test_every_feature_can_be_left_out():
     assert build_parser().parse_args(["--without", *FEATURES]).without == list(FEATURES)
 
 
-NUM_REQUESTS = 500
+NUM_REQUESTS = 600
 
 
 @pytest.fixture(scope="module")

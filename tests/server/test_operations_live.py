@@ -245,6 +245,8 @@ def test_a_paused_pool_waits_and_a_full_one_answers_429(guarded):
         updated = httpx.post(f"{guarded.url}/update_weights_from_disk", json=weights, **flush)
         assert updated.json()["success"], "an operation waits for the pool"
         assert completion(guarded.url, "chat").status_code == 200
+        [model] = httpx.get(f"{guarded.url}/v1/models").json()["data"]
+        assert model["id"] == "demo", "its name is that of its folder"
         assert not any(future.done() for future in waiting)
         assert order(guarded).status_code == 200
         assert [future.result().status_code for future in waiting] == [200] * GUARDED_POOL
