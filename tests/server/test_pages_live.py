@@ -33,7 +33,7 @@ EXCEPTED = {
     'pip install -e ".[gpu]"': "installs 11 GB for a GPU",
     "cosched serve --model-path meta-llama/Llama-3.1-8B-Instruct": "needs a GPU and the model",
     **dict.fromkeys(
-        ("install -d", "sqlite3 FOLDER", "cp -a", "pg_dump", "mv FOLDER", "pg_restore"),
+        ("install -d", "sqlite3", "cp -a", "pg_dump", "mv FOLDER", "pg_restore"),
         "copies a store of batches that is not there",
     ),
     "cosched serve --model-path MODEL --enable-metrics --admin-api-key SECRET": (
