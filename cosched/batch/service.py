@@ -42,6 +42,7 @@ _NUM_THREADS, _THREADS_PER_KEY, _MAX_WAITING = 6, 2, 64
 """For calls of clients; the database has connections for these and for the feeder's."""
 _LOOK_S = 1.0
 _ANSWER_S = 20.0
+_REST_S = 0.02
 """Within which a call that moves no content is answered."""
 
 
@@ -67,7 +68,7 @@ class BatchService:
         self.files = FileStore(database, self._opened.storage, clock=clock, quota=quota)
         self.store = BatchStore(database, clock=clock, quota=quota)
         slots = FairSlots(_NUM_THREADS, per_key=_THREADS_PER_KEY, max_waiting=_MAX_WAITING)
-        self.threads = FairThreads("cosched-files", slots, answer_s=_ANSWER_S)
+        self.threads = FairThreads("cosched-files", slots, answer_s=_ANSWER_S, rest_s=_REST_S)
         self._feeder: Feeder | None = None
         self.loop_lag_s: Callable[[], float] = lambda: 0.0
         """The longest of the last minute [s]."""

@@ -96,10 +96,20 @@ class FairSlots:
 class FairThreads:
     """A pool of threads with `FairSlots`: a key whose calls take long keeps only itself waiting."""
 
-    def __init__(self, name: str, slots: FairSlots, *, answer_s: float | None = None) -> None:
-        """A thread for each slot. answer_s: the most that `run` takes; None: no limit [s]."""
+    def __init__(
+        self,
+        name: str,
+        slots: FairSlots,
+        *,
+        answer_s: float | None = None,
+        rest_s: float = 0.0,
+    ) -> None:
+        """A thread for each slot. answer_s: the most that `run` takes; None: no limit [s]. rest_s:
+        a slot of an API key is free that long after a call of `run` [s], so that a client that
+        asks without pause leaves the processor to chats."""
         self._slots = slots
         self._answer_s = answer_s
+        self._rest_s = rest_s
         self._executor = ThreadPoolExecutor(slots.num_slots, thread_name_prefix=name)
 
     async def run(
@@ -107,9 +117,12 @@ class FairThreads:
     ) -> _Result:
         """As `run_long`. StoreUnavailableError: there is no result after `answer_s`, of which the
         time that the call waits for a thread is a part."""
+        return await self._run(key, self._rest_s, partial(call, *args, **more))
+
+    async def _run(self, key: Key, rest_s: float, call: Callable[[], _Result]) -> _Result:
         try:
             async with asyncio.timeout(self._answer_s):
-                return await self.run_long(key, call, *args, **more)
+                return await self._in_thread(key, rest_s, call)
         except TimeoutError:
             raise StoreUnavailableError(f"no answer within {self._answer_s:g} s") from None
 
@@ -118,26 +131,31 @@ class FairThreads:
     ) -> _Result:
         """The result of a call in a thread. It goes on if the caller is cancelled, and so long it
         keeps its slot. ApiError 429: too many calls of this key wait."""
+        return await self._in_thread(key, 0.0, partial(call, *args, **more))
+
+    async def _in_thread(self, key: Key, rest_s: float, call: Callable[[], _Result]) -> _Result:
         await self._slots.enter(key)
         try:
-            loop = asyncio.get_running_loop()
-            work = loop.run_in_executor(self._executor, partial(call, *args, **more))
+            work = asyncio.get_running_loop().run_in_executor(self._executor, call)
         except BaseException:
             self._slots.leave(key)
             raise
-        work.add_done_callback(partial(self._ended, key))
+        work.add_done_callback(partial(self._ended, key, rest_s))
         return await asyncio.shield(work)
 
     async def each(self, key: Key, found: Iterator[_Result]) -> AsyncIterator[_Result]:
         """The items of an iterator that blocks."""
-        while items := await self.run(key, list, islice(found, 1)):
+        while items := await self._run(key, 0.0, lambda: list(islice(found, 1))):
             yield items[0]
 
     def close(self) -> None:
         """Let calls that have begun end; the others are dropped."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
-    def _ended(self, key: Key, work: asyncio.Future[_Result]) -> None:
-        self._slots.leave(key)
+    def _ended(self, key: Key, rest_s: float, work: asyncio.Future[_Result]) -> None:
+        if rest_s and key is not None:
+            work.get_loop().call_later(rest_s, self._slots.leave, key)
+        else:
+            self._slots.leave(key)
         if not work.cancelled():
             work.exception()  # read, otherwise asyncio logs it

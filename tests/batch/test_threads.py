@@ -44,6 +44,22 @@ def test_a_key_whose_calls_hang_keeps_only_itself_waiting():
     asyncio.run(run())
 
 
+def test_a_slot_of_a_key_rests_after_a_call():
+    """So that a key which calls without pause leaves the processor to chats."""
+
+    async def run():
+        threads = FairThreads("test", FairSlots(3, per_key=1), rest_s=60)
+        await threads.run("a", lambda: None)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(threads.run("a", lambda: None), 0.05)
+        for _ in range(3):
+            await threads.run_long("b", lambda: None)
+            await threads.run(None, lambda: None)  # all clients of a server without keys
+        threads.close()
+
+    asyncio.run(run())
+
+
 def test_slots_go_round_over_keys():
     async def run():
         slots, order = FairSlots(1, per_key=1), []

@@ -52,7 +52,7 @@ def test_every_feature_can_be_left_out():
     assert build_parser().parse_args(["--without", *FEATURES]).without == list(FEATURES)
 
 
-NUM_REQUESTS = 600
+NUM_REQUESTS = 500
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def test_no_request_ends_the_server_or_stops_a_chat(server, capsys):
         pytest.fail(capsys.readouterr().err[-8000:] + server.log()[-8000:])
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["num_slow_probes"] == result["num_failures"] == 0
-    assert result["num_sent"] == NUM_REQUESTS and result["num_probes"] > 10
+    assert result["num_sent"] == NUM_REQUESTS and result["num_probes"] > 5
     assert result["statuses"]["200"] > 75 and result["statuses"]["400"] > 75
 
 
