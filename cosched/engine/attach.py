@@ -174,6 +174,7 @@ def _controller(
             clock=clock,
             is_known=lambda shape: predictor.knows(BatchTotals.of(shape)),
         )
+        observer.note_launched = last_moment.launched
     waiting = WaitingQueue(
         pool=pool,
         clock=clock,
@@ -271,11 +272,13 @@ def _evicts(scheduler: Any, config: Config) -> bool:
     return True
 
 
-def use_virtual_device(scheduler: Any, clock: Clock, graphs: GraphSizes | None) -> None:
+def use_virtual_device(
+    scheduler: Any, clock: Clock, graphs: GraphSizes | None, *, prefills_wait: bool = False
+) -> None:
     """Take time from another clock and CUDA graphs from a modelled GPU; before the first request
-    comes."""
+    comes. prefills_wait: launches of prefills there wait for the device."""
     observer = scheduler.cosched_observer
-    observer.use_virtual_clock(clock)
+    observer.use_virtual_clock(clock, prefills_wait=prefills_wait)
     if observer.group is not None:
         observer.group.plans_ahead = port.overlaps(scheduler)
     controller = getattr(scheduler, "cosched", None)

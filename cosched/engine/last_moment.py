@@ -75,18 +75,28 @@ class LastMoment:
                 observer.ran_dry(just_now=True)
 
     def launching(self) -> bool:
-        """A batch is about to be launched. Whether the device has nothing to do any more, because
-        of the wait."""
-        self.lead_s -= _DRY_SHARE * _STEP_S
+        """A batch is about to be launched. Whether the device has nothing to do already, because of
+        the wait."""
         is_late = self._has_waited and self._observer.has_run_dry()
+        if is_late and not self._has_run_dry:
+            self._observer.ran_dry(just_now=False)
+        self._has_run_dry = False
+        return is_late
+
+    def launched(self, *, is_dry: bool) -> bool:
+        """The batch is launched. is_dry: the device had nothing to do before its first kernel.
+        Whether that is because of the wait.
+
+        On a GPU a launch takes 1 to 2 ms before its first kernel. So a look before it finds a
+        device busy that is idle a moment later."""
+        is_late = self._has_waited and is_dry
+        self.lead_s -= _DRY_SHARE * _STEP_S
         self.num_waits += self._has_waited
         if is_late:
             self.num_dry += 1
             self.lead_s += _STEP_S
-            if not self._has_run_dry:
-                self._observer.ran_dry(just_now=False)
         self.lead_s = max(self.lead_s, 0.0)
-        self._has_waited = self._has_run_dry = False
+        self._has_waited = False
         return is_late
 
 

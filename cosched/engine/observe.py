@@ -29,7 +29,7 @@ from cosched.engine import port
 from cosched.engine.clock import Clock, EngineClock
 from cosched.engine.guard import Guard
 from cosched.engine.parts import LineFile, switched_off
-from cosched.engine.port.attention import reads_once
+from cosched.engine.port.attention import prefills_wait, reads_once
 from cosched.engine.port.prefixes import RunningPrefixes, with_repeated
 from cosched.errors import ConfigError
 from cosched.predict.account import Account
@@ -102,6 +102,7 @@ class IterationObserver:
         self.clock = clock
         self._num_stages = num_stages
         self._is_synchronous = port.runs_on_cpu(scheduler) and num_stages == 1
+        self._prefills_wait = prefills_wait(scheduler)
         self._prefixes: RunningPrefixes | None = None
         if reads_once():
             self._prefixes = RunningPrefixes.of(scheduler)
@@ -115,6 +116,8 @@ class IterationObserver:
         """Time of an iteration as predicted when it is launched."""
         self.account: Account | None = None
         """Charges requests for their iterations; None: another rank does."""
+        self.note_launched: Callable[..., bool] | None = None
+        """`LastMoment.launched`; None: nothing waits."""
         self.group: Group | None = None
         """The ranks that step together; None: there is one."""
         self._was_idle = False
@@ -127,9 +130,11 @@ class IterationObserver:
         self.num_iterations = 0
         """Iterations whose result is there."""
 
-    def use_virtual_clock(self, clock: Clock) -> None:
+    def use_virtual_clock(self, clock: Clock, *, prefills_wait: bool = False) -> None:
         """Time is virtual from now on, here and for all that hold the same clock: an iteration is
-        done when the clock says so, not when the call ends."""
+        done when the clock says so, not when the call ends. prefills_wait: launches of the modelled
+        attention backend wait for the device."""
+        self._prefills_wait = prefills_wait
         self.clock.follow(clock)
         self._is_synchronous = False
 
@@ -160,6 +165,7 @@ class IterationObserver:
             self.group.unagreed = iteration
         iteration.follows = not is_idle and self.num_iterations > 0
         iteration.launched_s = self.clock.now_s()
+        before = self._latest
         try:
             result = run()
         except Exception:
@@ -168,10 +174,27 @@ class IterationObserver:
             raise
         if self._is_synchronous:  # on a GPU the forward pass has only been queued
             self._end(iteration, self.clock.now_s())
+        if self.note_launched is not None:
+            with self._guard.watching("timing"):
+                self._look_again(iteration, before)
         self._in_flight.append(iteration)
         self._latest = result
         result.cosched = iteration
         return result
+
+    def _look_again(self, iteration: Iteration, before: Any) -> None:
+        """An iteration is launched; `before` is the result of the one before it. If the device was
+        done with that when the first kernel came, nothing says how long either took."""
+        assert self.note_launched is not None
+        # A launch that waits for the device finds it idle in any case.
+        looks = not iteration.came_late and not (self._prefills_wait and iteration.shape.prefills)
+        ran_dry = looks and before is not None and port.is_done(before)
+        if not self.note_launched(is_dry=iteration.came_late or ran_dry):
+            return
+        # Its measured time includes the launch, if that took any.
+        iteration.is_exact = self.clock.now_s() == iteration.launched_s
+        if ran_dry and self._in_flight and self._in_flight[-1].duration_s is None:
+            self._in_flight[-1].is_exact = False
 
     def expected_end_s(self, now_s: float) -> float:
         """When what has been launched will be done, as predicted; `now_s` when nothing is under

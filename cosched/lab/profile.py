@@ -71,7 +71,14 @@ from cosched.lab.simulation.options import (
     machine_of,
     run_spec_of,
 )
-from cosched.lab.simulation.run import RunSpec, config_of, cost_model_of, engine_flags, identity_of
+from cosched.lab.simulation.run import (
+    RunSpec,
+    config_of,
+    cost_model_of,
+    engine_flags,
+    identity_of,
+    launches_of,
+)
 from cosched.lab.simulation.setting import OfflineClient, setting_of
 from cosched.lab.simulation.slo_search import SEARCHES, Ran, SloAnswer, find_largest, search_largest
 from cosched.predict.fitted import FittedPredictor, GraphSizes, fit_predictor, summarise
@@ -183,6 +190,7 @@ class Measure(JsonOption):
                 flags=engine_flags(spec),
                 cost_model=cost_model,
                 prefix_reads=PrefixReads(spec.cost.prefix_reads),
+                launches=launches_of(spec),
                 window=spec.machine.window,
             ) as engine,
         ):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang.srt.arg_groups import choices
+from sglang.srt.arg_groups.overrides import attention_backends_of, resolving_view
 from sglang.srt.layers.attention.attention_registry import (
     ATTENTION_BACKENDS,
     register_attention_backend,
@@ -47,6 +48,13 @@ def launching(batch: Any) -> Iterator[None]:
 def launched() -> Launch | None:
     """The present run."""
     return _launched
+
+
+def prefills_wait(scheduler: Any) -> bool:
+    """Whether the launch of a batch with prefills waits until the device is idle. FlashInfer plans
+    it from what it copies from the device; FlashAttention-3 and Triton do not."""
+    prefill, _ = attention_backends_of(resolving_view(scheduler.server_args))
+    return prefill == "flashinfer"
 
 
 def register() -> None:

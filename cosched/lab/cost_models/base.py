@@ -84,13 +84,22 @@ class GpuModel:
         tp: int,
         overhead: CpuOverhead,
         prefix_reads: PrefixReads,
+        mixed_decode_factor: float,
     ) -> None:
+        """mixed_decode_factor: how many times longer the attention of a decode takes in a mixed
+        batch than among decodes; unknown for SGLang's kernels, 1.6 to 2 in the median for vLLM's
+        FlashAttention-2 (docs/cost_models.md). ConfigError below 1."""
+        if mixed_decode_factor < 1:
+            raise ConfigError(
+                f"mixed_decode_factor is {mixed_decode_factor}; it must be at least 1"
+            )
         model.check_tp(tp)
         self.model = model
         self.gpu = gpu
         self.tp = tp
         self.overhead = overhead
         self.prefix_reads = prefix_reads
+        self.mixed_decode_factor = mixed_decode_factor
 
     def describe(self) -> dict[str, object]:
         return {
@@ -99,6 +108,7 @@ class GpuModel:
             "gpu": self.gpu.name,
             "tp": self.tp,
             "prefix_reads": self.prefix_reads.value,
+            "mixed_decode_factor": self.mixed_decode_factor,
             "cpu_overhead": asdict(self.overhead),
         }
 

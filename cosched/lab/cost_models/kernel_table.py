@@ -74,18 +74,18 @@ class KernelTableModel(GpuModel):
         """ConfigError when the tables are missing, broken, or lack the model's shapes.
 
         graphs               pad to CUDA graph sizes, as SGLang does by default
-        mixed_decode_factor  how many times longer the attention of a decode takes in a mixed batch
-                             than among decodes; unknown for SGLang's kernels, 1.6 to 2 in the
-                             median for vLLM's FlashAttention-2 (docs/cost_models.md)
+        mixed_decode_factor  of `GpuModel`
         prefix_reads         how decodes read shared prefixes; the tables are those of EACH
         """
-        if mixed_decode_factor < 1:
-            raise ConfigError(
-                f"mixed_decode_factor is {mixed_decode_factor}; it must be at least 1"
-            )
-        super().__init__(model=model, gpu=gpu, tp=tp, overhead=overhead, prefix_reads=prefix_reads)
+        super().__init__(
+            model=model,
+            gpu=gpu,
+            tp=tp,
+            overhead=overhead,
+            prefix_reads=prefix_reads,
+            mixed_decode_factor=mixed_decode_factor,
+        )
         self.graph_sizes: GraphSizes | None = None
-        self._mixed_decode_factor = mixed_decode_factor
         self._paths = paths = find_tables(data_dir, gpu.tables)
         if model.latent is not None:
             raise ConfigError(
@@ -189,7 +189,7 @@ class KernelTableModel(GpuModel):
                 if new + cached > longest:
                     longest = new + cached
             if decodes:
-                attention = attention * self._mixed_decode_factor - self.generation.floor_s
+                attention = attention * self.mixed_decode_factor - self.generation.floor_s
             reading = self.generation.equal_s(1, longest) * self.gpu.slower_memory
             attention += max(self.context.seconds(prefills, num_new), reading)
             total = _lookup(self._prefill_s, num_new + len(decodes))
@@ -214,7 +214,6 @@ class KernelTableModel(GpuModel):
         return super().describe() | {
             "tables": [path.name for path in self._paths.values()],
             "cuda_graphs": self.graph_sizes is not None,
-            "mixed_decode_factor": self._mixed_decode_factor,
         }
 
 

@@ -41,7 +41,7 @@ def make_cost_model(
     data_dir             folder of the kernel tables, or root of the data set that contains them
     profile              file that cosched.profile wrote
     overhead             CPU time per iteration that is not hidden (kernel-table, roofline)
-    mixed_decode_factor  of `KernelTableModel`
+    mixed_decode_factor  of `GpuModel` (kernel-table, roofline)
     prefix_reads         how decodes read shared prefixes: a value of `PrefixReads` (kernel-table,
                          roofline)
     slower               factor on the time (`SlowingModel`) after `slower_after_s` of work
@@ -49,8 +49,8 @@ def make_cost_model(
     """
     if name not in COST_MODELS:
         raise ConfigError(f"unknown cost model {name!r}; choose from {choices(COST_MODELS)}")
-    if mixed_decode_factor != 1 and name != "kernel-table":
-        raise ConfigError(f"cost model {name!r} has no mixed_decode_factor; kernel-table has one")
+    if mixed_decode_factor != 1 and name == "profile":
+        raise ConfigError(f"cost model {name!r} has no mixed_decode_factor: it was measured")
     if prefix_reads not in [way.value for way in PrefixReads]:
         raise ConfigError(
             f"prefix_reads is {prefix_reads!r}; choose from {choices([*PrefixReads])}"
@@ -70,7 +70,14 @@ def make_cost_model(
         gpu = gpu_spec(gpu) if isinstance(gpu, str) else gpu
         reads = PrefixReads(prefix_reads)
         if name == "roofline":
-            made = RooflineModel(model=model, gpu=gpu, tp=tp, overhead=overhead, prefix_reads=reads)
+            made = RooflineModel(
+                model=model,
+                gpu=gpu,
+                tp=tp,
+                overhead=overhead,
+                mixed_decode_factor=mixed_decode_factor,
+                prefix_reads=reads,
+            )
         elif data_dir is None:
             raise ConfigError(
                 "cost model 'kernel-table' needs data_dir, the folder with the kernel tables; "

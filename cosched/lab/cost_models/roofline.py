@@ -51,9 +51,17 @@ class RooflineModel(GpuModel):
         gpu: GpuSpec,
         tp: int = 1,
         overhead: CpuOverhead = OVERLAPPED,
+        mixed_decode_factor: float = 1.0,
         prefix_reads: PrefixReads = PrefixReads.EACH,
     ) -> None:
-        super().__init__(model=model, gpu=gpu, tp=tp, overhead=overhead, prefix_reads=prefix_reads)
+        super().__init__(
+            model=model,
+            gpu=gpu,
+            tp=tp,
+            overhead=overhead,
+            prefix_reads=prefix_reads,
+            mixed_decode_factor=mixed_decode_factor,
+        )
         self.efficiency = e = Efficiency()
         bandwidth, flops = gpu.bandwidth_bytes_per_s, gpu.flops_per_s
 
@@ -99,7 +107,8 @@ class RooflineModel(GpuModel):
             num_read * self._kv, (num_read - batch.num_repeated) * self._kv
         )
         layer += max(pairs * self._pair, num_keys * self._kv)
-        layer += max(reading_s, num_read * self._decode_pair)
+        factor = self.mixed_decode_factor if prefills else 1.0
+        layer += max(reading_s, num_read * self._decode_pair) * factor
         layer += e.attention_floor_s
         if self.tp > 1:
             layer += 2 * (e.allreduce_floor_s + self._allreduce * tokens)

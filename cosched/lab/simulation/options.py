@@ -29,6 +29,7 @@ from cosched.core.request import Slo
 from cosched.errors import ConfigError
 from cosched.lab.cost_models.base import PrefixReads
 from cosched.lab.cost_models.model_config import read_model_config
+from cosched.lab.cost_models.overheads import SETTINGS
 from cosched.lab.cost_models.registry import COST_MODELS
 from cosched.lab.cost_models.specs import GPUS, MODELS, ModelSpec
 from cosched.lab.simulation.host_time import read_host_time
@@ -68,6 +69,7 @@ _POLICY_SECTION = section("Policy")
 
 DataDir = Annotated[Path | None, Parameter(metavar="DIR")]
 Factor = Annotated[float, number(gte=1, lte=10)]
+Milliseconds = Annotated[float, number(gte=0, lte=1000)]
 
 
 def _chunk(text: str) -> int:
@@ -163,7 +165,12 @@ class CostOptions:
     name: Annotated[str | None, Parameter(name="--cost-model", choices=sorted(COST_MODELS))] = None
     profile: OldFile | None = None
     noise_sigma: Annotated[float, number(gte=0, lte=1), Parameter(name="--noise")] = 0.0
-    mixed_decode_factor: Factor = 1.0
+    device_overheads: Annotated[str, Parameter(choices=SETTINGS)] = _COST.device_overheads
+    launch_ms: Milliseconds | None = None
+    eager_layer_ms: Milliseconds | None = None
+    prefill_sync_ms: Milliseconds | None = None
+    fence_ms: Milliseconds | None = None
+    mixed_decode_factor: Factor | None = None
     prefix_reads: Annotated[str, Parameter(choices=[way.value for way in PrefixReads])] = (
         _COST.prefix_reads
     )

@@ -18,7 +18,9 @@ from cosched.engine.arguments import kv_arguments
 from cosched.engine.support import EVICTION_FLAG
 from cosched.errors import ConfigError, CoschedError
 from cosched.lab.cost_models.base import OVERLAPPED, SYNCHRONOUS, CostModel, PrefixReads
+from cosched.lab.cost_models.overheads import DeviceOverheads, Launches, overheads_named
 from cosched.lab.cost_models.registry import make_cost_model
+from cosched.lab.cost_models.specs import gpu_spec
 from cosched.lab.metrics.job import steady_window
 from cosched.lab.metrics.records import ColumnLog, IterationLog, RequestRecord
 from cosched.lab.metrics.slo import JctTarget
@@ -84,8 +86,19 @@ class CostSpec:
                          data folder, else roofline
     noise_sigma          standard deviation of the log of a random factor on each iteration's time
     profile              measured profile, for the cost model ``profile``
-    mixed_decode_factor  factor on the attention time of a decode beside a prefill, for the cost
-                         model ``kernel-table`` (docs/cost_models.md)
+    device_overheads     what a launch adds to the time of its kernels, by attention backend, and
+                         mixed_decode_factor (docs/cost_models.md); auto: of SGLang's default
+                         backend for the GPU; none: nothing
+    launch_ms            host time from a launch to its first kernel [ms]; default: that of
+                         --device-overheads
+    eager_layer_ms       host time to launch a layer of an iteration with a prefill [ms]; default:
+                         that of --device-overheads
+    prefill_sync_ms      an iteration with a prefill waits until the device is idle, and starts so
+                         much later [ms]; 0: it does not wait; default: that of --device-overheads
+    fence_ms             delay of the iteration after a mixed one [ms]; default: that of
+                         --device-overheads
+    mixed_decode_factor  factor on the attention time of a decode beside a prefill; default: that of
+                         --device-overheads
     prefix_reads         how decodes read a common prefix: each its whole context (each), from the
                          L2 cache (cached), or once by cosched_shared_prefix (once)
     slower               factor on iteration times after --slower-after
@@ -95,10 +108,21 @@ class CostSpec:
     name: str = "kernel-table"
     noise_sigma: float = 0.0
     profile: str | None = None
-    mixed_decode_factor: float = 1.0
+    device_overheads: str = "none"
+    launch_ms: float | None = None
+    eager_layer_ms: float | None = None
+    prefill_sync_ms: float | None = None
+    fence_ms: float | None = None
+    mixed_decode_factor: float | None = None
     prefix_reads: str = PrefixReads.EACH.value
     slower: float = 1.0
     slower_after_s: float = 60.0
+
+    def overheads(self, gpu: str) -> DeviceOverheads:
+        """What these options say of a GPU. ConfigError when a value is none."""
+        named = overheads_named(self.device_overheads, gpu_spec(gpu))
+        values = {name: getattr(self, name) for name in asdict(named)}
+        return replace(named, **{k: value for k, value in values.items() if value is not None})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +178,7 @@ class RunSpec:
         del described["setting"]
         described["scenario"] = self.setting.name
         described["machine"] = self.machine.describe()
+        described["cost"] |= asdict(self.cost.overheads(self.machine.gpu))
         described["cost"]["profile"] = self.cost.profile and Path(self.cost.profile).name
         described["config"] = {
             key: Path(value).name if key == "latency_model" else value for key, value in self.config
@@ -254,6 +279,7 @@ def execute_requests(
                 host_link=host_link,
                 prefix_reads=PrefixReads(spec.cost.prefix_reads),
                 host=host_time(spec.host_time, policy_entry(spec.setting.policy)),
+                launches=launches_of(spec),
                 acceptance=Acceptance(machine.acceptance, machine.acceptance_spread),
                 window=machine.window,
                 ranks=ranks,
@@ -439,10 +465,22 @@ def identity_of(spec: RunSpec) -> EngineIdentity:
     )
 
 
+def _is_synchronous(spec: RunSpec) -> bool:
+    """Host time is part of the cost model's iterations."""
+    return not spec.machine.overlap and spec.host_time == "none"
+
+
+def launches_of(spec: RunSpec) -> Launches:
+    """They take no time where the cost model's host time has it."""
+    if _is_synchronous(spec):
+        return Launches()
+    overheads = spec.cost.overheads(spec.machine.gpu)
+    return Launches(overheads, num_layers=spec.machine.served.num_layers)
+
+
 def cost_model_of(spec: RunSpec) -> CostModel:
     """The simulated GPU. Without the overlap scheduler, host time is part of its iterations if the
     virtual clock leaves it out."""
-    is_synchronous = not spec.machine.overlap and spec.host_time == "none"
     return make_cost_model(
         spec.cost.name,
         model=spec.machine.served,
@@ -450,8 +488,8 @@ def cost_model_of(spec: RunSpec) -> CostModel:
         tp=spec.machine.tp,
         data_dir=Path(spec.data_dir) if spec.data_dir else None,
         profile=Path(spec.cost.profile) if spec.cost.profile else None,
-        overhead=SYNCHRONOUS if is_synchronous else OVERLAPPED,
-        mixed_decode_factor=spec.cost.mixed_decode_factor,
+        overhead=SYNCHRONOUS if _is_synchronous(spec) else OVERLAPPED,
+        mixed_decode_factor=spec.cost.overheads(spec.machine.gpu).mixed_decode_factor,
         prefix_reads=spec.cost.prefix_reads,
         noise_sigma=spec.cost.noise_sigma,
         slower=spec.cost.slower,

@@ -38,6 +38,7 @@ from cosched.engine.port.attention import assuming_one_reading
 from cosched.engine.port.prefixes import RunningPrefixes, with_repeated
 from cosched.errors import ConfigError
 from cosched.lab.cost_models.base import PrefixReads
+from cosched.lab.cost_models.overheads import Launches
 from cosched.lab.local_engine import LocalEngine, lengths_of, made_up, made_up_drafts
 from cosched.lab.metrics.records import ColumnLog, IterationLog, RequestRecord
 from cosched.lab.simulation.arrivals import VOCAB_SIZE, Arrival, Source
@@ -114,16 +115,18 @@ class VirtualEngine:
         host_link: HostLink | None = None,
         prefix_reads: PrefixReads = PrefixReads.EACH,
         host: HostTime | None = None,
+        launches: Launches | None = None,
         acceptance: Acceptance = NO_DRAFTS,
         window: tuple[int, float] = (0, 0.0),
         ranks: Ranks = ALONE,
     ) -> None:
         """identity: of the simulated engine, for a policy that starts from a profile of it.
         host_link: if the flags give it host memory. prefix_reads: those of the cost model. host:
-        None: the host takes no time. acceptance: of drafted tokens, if the flags ask for
+        None: the host takes no time. launches: None: they take no time. acceptance: of drafted tokens, if the flags ask for
         speculative decoding. window: of sliding windows, the tokens (0: there are none) and the
         share of the layers. ranks: that step together, of which this process is one."""
         self._host = host or NoHostTime()
+        self._launches = launches or Launches()
         self.clock = VirtualClock(self._host.after_wait_s)
         self.records: list[RequestRecord] = []
         self.iterations = IterationLog()
@@ -285,7 +288,12 @@ class VirtualEngine:
             self._controller.use_transfer(link.s_per_token)
 
     def _take_over(self) -> None:
-        use_virtual_device(self.scheduler, self.clock, self._cost_model.graph_sizes)
+        use_virtual_device(
+            self.scheduler,
+            self.clock,
+            self._cost_model.graph_sizes,
+            prefills_wait=self._launches.prefills_wait,
+        )
         self.local.replace_forward(self._forward)
         self.local.replace_events(lambda: VirtualEvent(self.clock, self.clock.device_done_s))
         self.local.watch_stops(self._on_stop)
@@ -389,10 +397,15 @@ class VirtualEngine:
         start_s = max(self.clock.now_s(), self.clock.device_done_s)
         if port.runs_model(batch):  # else other ranks compute
             shape = port.shape_of(batch)
+            start_s, returned_s = self._launches.launch(
+                shape, now_s=self.clock.now_s(), device_done_s=self.clock.device_done_s
+            )
             if self._prefixes is not None:
                 shape = with_repeated(shape, batch, self._prefixes)
             seen = seen_through(shape, self._window)
             seconds = verified_s(seen, self._cost_model.iteration_s)
+            seconds = max(seconds, returned_s - start_s)
+            self.clock.advance_to(returned_s)
         if shape.num_loaded and self._transfers is not None:
             seconds = self._transfers.iteration_s(start_s, seconds)
         start_s, seconds = self._ranks.step(start_s, seconds)

@@ -25,6 +25,21 @@ def costs(monkeypatch):
     return use
 
 
+class Constant:
+    """A device on which all iterations take the same time."""
+
+    graph_sizes = None
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+
+    def iteration_s(self, batch):
+        return self.seconds
+
+    def describe(self):
+        return {}
+
+
 def gaps_of(result):
     """Idle time of the device between decodes, and the time of the decode before [s]."""
     rows = result.iterations
@@ -112,3 +127,21 @@ def test_a_host_time_that_is_no_setting_is_refused(text):
 def test_equal_settings_of_host_time_are_written_alike():
     told = [read_host_time(text) for text in ("none", "measured", "1", "1.0", "0.50")]
     assert told == ["none", "measured", "1", "1", "0.5"]
+
+
+def test_a_launch_before_the_first_kernel_is_hidden_after_a_wait_for_the_last_moment(
+    monkeypatch, tmp_path
+):
+    """The device must not run dry between the launch and its first kernel."""
+    monkeypatch.setattr("cosched.lab.simulation.run.cost_model_of", lambda _: Constant(0.008))
+    host = Model(launch=Terms(each=0.0015), result=Terms())
+    monkeypatch.setattr(run_module, "host_time", lambda *_: host)
+    spec = make_spec(
+        "hygen", online=None, offline=lengths(tmp_path / "one.csv", [900] * 5), duration_s=20.0
+    )
+    spec = replace(spec, cost=replace(spec.cost, launch_ms=1.5))
+    result = execute(spec)
+    assert result.cosched["num_waits"] > 400
+    gaps_s, _ = gaps_of(result)
+    print(gaps_s[-500:].mean(), result.cosched["lead_s"], result.cosched["num_dry"])
+    assert gaps_s[-500:].mean() < 0.0001
