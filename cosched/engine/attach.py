@@ -166,13 +166,20 @@ def _controller(
             most_running=config.most_running_offline(),
         )
     arrivals = Arrivals(observer)
+    timekeeper = None
+    if is_source:
+        timekeeper = Timekeeper(
+            clock=clock, observer=observer, predictor=predictor if entry.timed else None
+        )
     last_moment = None
     is_early = config.plan_early or entry.early
-    if is_source and entry.timed and not is_early and overlaps and port.waits_alone(scheduler):
+    waits = entry.timed and not is_early and overlaps and port.waits_alone(scheduler)
+    if timekeeper is not None and waits:
         last_moment = LastMoment(
             observer=observer,
             clock=clock,
             is_known=lambda shape: predictor.knows(BatchTotals.of(shape)),
+            meanwhile=timekeeper.learn,
         )
         observer.note_launched = last_moment.launched
     waiting = WaitingQueue(
@@ -230,11 +237,7 @@ def _controller(
         arrivals=arrivals,
         service=ServiceRecord(slo=settings.slo, tiers=settings.tiers),
         recompute=RecomputeBudget(share=share, most_s=share * RECOMPUTE_WINDOW_S),
-        timekeeper=Timekeeper(
-            clock=clock, observer=observer, predictor=predictor if entry.timed else None
-        )
-        if is_source
-        else None,
+        timekeeper=timekeeper,
         ranks=ranks,
         group=group,
         last_moment=last_moment,

@@ -69,30 +69,31 @@ class Timekeeper:
                 finished.append(tracked)
         return finished
 
-    def moment(self) -> Moment:
-        """The time for a plan; called once per plan."""
-        now_s = start_s = self.clock.now_s()
-        done, ended = tuple(self._done), tuple(self._ended)
+    def learn(self) -> None:
+        """From the iterations that have ended since the last call. A fit of the predictor takes
+        milliseconds (`LastMoment`)."""
+        done = tuple(self._done)
         self._done.clear()
         group = self._observer.group
         if group is not None and group.unagreed in done:
             # The other ranks have not said yet whose batch was the longest.
             done = tuple(iteration for iteration in done if iteration is not group.unagreed)
             self._done.append(group.unagreed)
-        self._ended.clear()
         for iteration in done:
             share = _MEAN_SHARE if self._mean_s else 1.0
             self._mean_s += share * (iteration.seconds - self._mean_s)
+            if self._predictor is not None and iteration.seconds > 0 and iteration.is_exact:
+                self._predictor.observe(iteration.longest or iteration.shape, iteration.seconds)
+
+    def moment(self) -> Moment:
+        """The time for a plan; called once per plan."""
+        now_s = start_s = self.clock.now_s()
+        ended = tuple(self._ended)
+        self._ended.clear()
+        self.learn()
         if self._predictor is not None:
-            self._learn(done, self._predictor)
             start_s = self._observer.expected_start_s(now_s, self._mean_s)
         return Moment(now_s, start_s, self._mean_s, ended)
-
-    @staticmethod
-    def _learn(done: tuple[Iteration, ...], predictor: Calibrator) -> None:
-        for iteration in done:
-            if iteration.seconds > 0 and iteration.is_exact:
-                predictor.observe(iteration.longest or iteration.shape, iteration.seconds)
 
     def _predict_s(self, shape: BatchShape) -> float:
         assert self._predictor is not None
