@@ -26,6 +26,7 @@ _TP_FLAGS = ("--tp", "--tp-size", "--tensor-parallel-size")
 _MODEL_FLAGS = ("--model-path", "--model")
 _MODEL_CONFIGS = ("config.json", "params.json")  # of Hugging Face, and of Mistral
 _DP_ATTENTION = ("--enable-dp-attention", "--attn-dp-size", "--attention-data-parallel-size")
+_UNMIXED_BACKENDS = ("flashmla_sparse_q8",)
 _HUB_TIMEOUT_S = 5.0
 _CPU_BINDING = "SGLANG_CPU_OMP_THREADS_BIND"
 _KEYS = {"COSCHED_ADMIN_API_KEY": "--admin-api-key", "COSCHED_API_KEY": "--api-key"}
@@ -243,6 +244,13 @@ def resolve(argv: Sequence[str]) -> Any:
     except Exception as error:
         model = _value(argv, *_MODEL_FLAGS)
         raise ConfigError(f"SGLang refuses model {model!r}: {_first_line(error)}") from error
+    resolved = resolved_arguments(server_args)
+    if resolved.enable_mixed_chunk and resolved.dsa_prefill_backend in _UNMIXED_BACKENDS:
+        # SGLang raises that when the weights are loaded, and the server ends.
+        raise ConfigError(
+            f"--dsa-prefill-backend {resolved.dsa_prefill_backend} does not support "
+            "--enable-mixed-chunk"
+        )
     return server_args
 
 

@@ -28,6 +28,7 @@ from cosched.engine.lengths import Lengths
 from cosched.engine.observe import IterationLogFile, IterationObserver
 from cosched.engine.offline_gate import OfflineGate
 from cosched.engine.port import bidirectional
+from cosched.engine.port.attention import prefills_wait
 from cosched.engine.port.grammar_compilers import take_compilers
 from cosched.engine.port.prefixes import RunningPrefixes
 from cosched.engine.ranks import Ranks
@@ -69,7 +70,11 @@ def attach(scheduler: Any, config: Config) -> None:
     run_uncompiled(scheduler.server_args)
     guard = Guard(is_strict=config.strict)
     observer = IterationObserver(
-        scheduler, clock=EngineClock(), guard=guard, num_stages=port.parallel().num_stages
+        scheduler,
+        clock=EngineClock(),
+        guard=guard,
+        num_stages=port.parallel().num_stages,
+        prefills_wait=prefills_wait(scheduler),
     )
     scheduler.cosched_observer = observer
     scheduler.cosched_faults = RequestFaults(scheduler, guard)

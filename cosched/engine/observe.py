@@ -29,7 +29,7 @@ from cosched.engine import port
 from cosched.engine.clock import Clock, EngineClock
 from cosched.engine.guard import Guard
 from cosched.engine.parts import LineFile, switched_off
-from cosched.engine.port.attention import prefills_wait, reads_once
+from cosched.engine.port.attention import reads_once
 from cosched.engine.port.prefixes import RunningPrefixes, with_repeated
 from cosched.errors import ConfigError
 from cosched.predict.account import Account
@@ -93,16 +93,22 @@ class IterationObserver:
     """
 
     def __init__(
-        self, scheduler: Any, *, clock: EngineClock, guard: Guard, num_stages: int = 1
+        self,
+        scheduler: Any,
+        *,
+        clock: EngineClock,
+        guard: Guard,
+        num_stages: int = 1,
+        prefills_wait: bool = False,
     ) -> None:
         """guard: what fails here is left out; the batch runs all the same. num_stages: of the
-        pipeline"""
+        pipeline. prefills_wait: launches of prefills wait until the device is idle"""
         self._scheduler = scheduler
         self._guard = guard
         self.clock = clock
         self._num_stages = num_stages
         self._is_synchronous = port.runs_on_cpu(scheduler) and num_stages == 1
-        self._prefills_wait = prefills_wait(scheduler)
+        self._prefills_wait = prefills_wait
         self._prefixes: RunningPrefixes | None = None
         if reads_once():
             self._prefixes = RunningPrefixes.of(scheduler)

@@ -96,6 +96,21 @@ def test_only_the_port_imports_sglang():
     assert not wrong
 
 
+def test_copies_to_the_device_do_not_wait_for_it():
+    """A copy of pageable memory waits for all that was launched; SGLang's `async_h2d` pins it."""
+    copies = re.compile(
+        r"\.to\([^)]*device|non_blocking"
+        r"|torch\.tensor\((?!\[\])[^()]*(\([^()]*\)[^()]*)*device=(?!.cpu)"
+    )
+    wrong = [
+        f"{path.name}: {found[0]}"
+        for path in (ROOT / "cosched" / "engine" / "port").glob("*.py")
+        if not path.stem.startswith("cpu")
+        for found in copies.finditer(path.read_text())
+    ]
+    assert not wrong
+
+
 @pytest.mark.parametrize("ignore_eos", [True, False])
 def test_the_reserve_is_what_the_engine_keeps(make_engine, ignore_eos):
     """A view and SGLang's adder see the same headroom."""

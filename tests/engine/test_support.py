@@ -31,6 +31,7 @@ EMBEDDING_GEMMA = {
 GROUP = ["--tp", "2", "--dp", "2", "--enable-dp-attention"]
 DECODE = ["--disaggregation-mode", "decode"]
 PREFILL = ["--disaggregation-mode", "prefill"]
+Q8 = ["--dsa-prefill-backend", "flashmla_sparse_q8"]
 HOST = ["--enable-hierarchical-cache"]
 DRAFT = ["--speculative-draft-model-path", "{folder}"]
 BATCHES = {"batches": {"folder": "/tmp/batches"}}
@@ -63,6 +64,8 @@ CASES = {
     "drafts": (QWEN3, ["--speculative-algorithm", "nextn", *DRAFT], {}),
     "drafts and host memory": (QWEN3, ["--speculative-algorithm", "EAGLE", *DRAFT, *HOST], {}),
     "a model's flag": (EMBEDDING_GEMMA, ["--is-embedding"], {}),
+    "turns": (QWEN3, Q8, {}),
+    "turns, mixed by the user": (QWEN3, [*Q8, "--enable-mixed-chunk"], {}),
     "host memory": (QWEN3, HOST, {}),
     "host memory, two ranks": (QWEN3, [*HOST, "--tp", "2"], {}),
     "host memory, two ranks, write back": (
@@ -150,6 +153,12 @@ def test_all_reasons_are_given_at_once(answers):
     refused = answers["two flags"]["refused"]
     assert len(refused) == 2
     assert all("drop the flag or use --cosched-policy sglang" in reason for reason in refused)
+
+
+def test_a_backend_that_mixes_nothing_is_known_before_weights_are_loaded(answers):
+    """SGLang refuses it with mixed batches when the weights are loaded."""
+    assert answers["turns"]["verdict"] == "planned"
+    assert "flashmla_sparse_q8 does not support" in answers["turns, mixed by the user"]["error"]
 
 
 def test_nobody_is_asked_to_drop_a_flag_that_the_model_set(answers):

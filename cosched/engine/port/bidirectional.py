@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.utils.common import async_h2d
 
 from cosched.core.request import RequestClass
 from cosched.core.wire import class_of_priority
@@ -90,7 +91,7 @@ class BidirectionalAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
                 self._is_online[row] = request_class is RequestClass.ONLINE
             rows.append(row)
             steps.append(self._step(row))
-        self._rows_of(self._batch).steps[rows] = torch.tensor(steps, device=self.device)
+        self._rows_of(self._batch).steps[rows] = self._copied(steps)
         starts, ends = prefix_lens_cpu.tolist(), seq_lens_cpu.tolist()
         growth = {
             row: min(end, -(-start // self.page_size) * self.page_size) - start
@@ -112,7 +113,7 @@ class BidirectionalAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
         new = {tail.row for tail, _ in moved}
         some = [i for i, row in enumerate(rows) if row not in growing or row in new]
         self.table.grow_each(growing.keys() - new)
-        places = torch.tensor(some, dtype=torch.int64, device=self.device)
+        places = self._copied(some)
         taken = self._take(
             [rows[i] for i in some],
             [ends[i] - 1 for i in some],
@@ -180,14 +181,19 @@ class BidirectionalAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
         fresh = self.free_pages[: draft.num_fresh]
         self.free_pages = self.free_pages[draft.num_fresh :]
         pages = torch.cat((fresh, tail_pages, last_loc // page_size))
-        sources, offsets = torch.from_numpy(draft.slots(page_size)).to(self.device)
+        sources, offsets = self._copied(draft.slots(page_size))
         slots = pages[sources] * page_size + offsets
         if draft.tails:
-            changed, codes = torch.from_numpy(draft.changed()).to(self.device)
+            changed, codes = self._copied(draft.changed())
             if moved:
                 self._move(moved, pages[codes[: len(moved)]])
             tail_pages[changed] = pages[codes]
         return slots
+
+    def _copied(self, values: Any) -> torch.Tensor:
+        """On the device; the host does not wait for it."""
+        copied: torch.Tensor = async_h2d(values, dtype=torch.int64, device=self.device)
+        return copied
 
     def _rows_of(self, batch: Any) -> _Rows:
         if self._rows is None:
@@ -207,9 +213,7 @@ class BidirectionalAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
         rows = np.array([tail.row for tail, _ in moved])[owner]
         column = np.array([tail.start for tail, _ in moved])[owner] + place
         offset = np.where(mirrored, self.page_size - 1 - place, place)
-        owner_, rows_, column_, offset_ = torch.from_numpy(
-            np.stack((owner, rows, column, offset))
-        ).to(self.device)
+        owner_, rows_, column_, offset_ = self._copied(np.stack((owner, rows, column, offset)))
         # The device may still write these tokens.
         self.before_copy()
         source = self._rows_of(self._batch).tail_pages[rows_] * self.page_size + offset_

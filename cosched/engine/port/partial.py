@@ -16,6 +16,8 @@ import copy
 from collections.abc import Set
 from typing import Any
 
+from sglang.srt.utils.common import async_h2d
+
 from cosched.engine.port.batch import decodes_of
 from cosched.engine.port.penalties import copy_for_part, copy_rows
 from cosched.engine.port.request import is_ending
@@ -82,7 +84,7 @@ def _part(batch: Any, indices: list[int]) -> Any:
 def _lengthen(batch: Any, grown: list[int]) -> None:
     """Add to the length of each request. The device may still read the old tensors."""
     by_cpu = batch.seq_lens_cpu.new_tensor(grown)
-    by_device = by_cpu.to(batch.seq_lens.device, non_blocking=True)
+    by_device = async_h2d(grown, dtype=by_cpu.dtype, device=batch.seq_lens.device)
     batch.seq_lens_cpu = batch.seq_lens_cpu + by_cpu
     batch.seq_lens = batch.seq_lens + by_device
     batch.orig_seq_lens = batch.orig_seq_lens + by_device

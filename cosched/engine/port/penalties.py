@@ -19,6 +19,7 @@ from sglang.srt.sampling.penaltylib.frequency_penalty import BatchedFrequencyPen
 from sglang.srt.sampling.penaltylib.min_new_tokens import BatchedMinNewTokensPenalizer
 from sglang.srt.sampling.penaltylib.presence_penalty import BatchedPresencePenalizer
 from sglang.srt.sampling.penaltylib.repetition_penalty import BatchedRepetitionPenalizer
+from sglang.srt.utils.common import async_h2d
 
 from cosched.engine.port.batch import prefills_of
 
@@ -54,11 +55,11 @@ def count_resumed(batch: Any) -> None:
     count_outputs(batch)
 
 
-def _count(orchestrator: Any, rows: Sequence[int], tokens: Sequence[int]) -> None:
+def _count(orchestrator: Any, rows: list[int], tokens: list[int]) -> None:
     """Count `tokens[i]` in row `rows[i]`."""
     device = orchestrator.device
-    row = torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True)
-    token = torch.tensor(tokens, dtype=torch.int64).to(device, non_blocking=True)
+    row = async_h2d(rows, dtype=torch.int64, device=device)
+    token = async_h2d(tokens, dtype=torch.int64, device=device)
     penalizers = orchestrator.penalizers
     if (p := penalizers.get(BatchedFrequencyPenalizer)) is not None and p.is_prepared():
         p.cumulated_frequency_penalties.index_put_(
@@ -85,11 +86,11 @@ def copy_for_part(orchestrator: Any, part: Any) -> Any:
     return other
 
 
-def copy_rows(source: Any, target: Any, rows: Sequence[int]) -> None:
+def copy_rows(source: Any, target: Any, rows: list[int]) -> None:
     """Copy the rows of a part back: row i becomes row `rows[i]` of the whole."""
     if not (source.is_required and target.is_required):
         return
-    index = torch.tensor(rows, dtype=torch.int64).to(target.device, non_blocking=True)
+    index = async_h2d(rows, dtype=torch.int64, device=target.device)
     for kind, penalizer in source.penalizers.items():
         if not penalizer.is_prepared():
             continue
