@@ -88,9 +88,7 @@ def test_what_holds_up_a_plan_is_done_within_the_wait():
     def work():
         clock.time_s += 0.015
 
-    moment = LastMoment(
-        observer=device, clock=clock, is_known=lambda shape: True, meanwhile=work
-    )
+    moment = LastMoment(observer=device, clock=clock, is_known=lambda shape: True, meanwhile=work)
     began_s = clock.time_s
     device.launch(predicted_s=0.05, takes_s=0.05)
     moment.lead_s = 0.01

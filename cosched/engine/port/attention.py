@@ -54,7 +54,7 @@ def prefills_wait(scheduler: Any) -> bool:
     """Whether the launch of a batch with prefills waits until the device is idle. FlashInfer plans
     it from what it copies from the device; FlashAttention-3 and Triton do not."""
     prefill, _ = attention_backends_of(resolving_view(scheduler.server_args))
-    return prefill == "flashinfer"
+    return bool(prefill == "flashinfer")
 
 
 def register() -> None:

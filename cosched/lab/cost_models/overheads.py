@@ -30,8 +30,8 @@ class DeviceOverheads:
     """Times of a launch beside its kernels, and the price of mixing.
 
     launch_ms            host time from the launch to the first kernel [ms]
-    eager_layer_ms       host time to launch one layer of an iteration with a prefill, whose attention
-                         runs outside CUDA graphs [ms]
+    eager_layer_ms       host time to launch one layer of an iteration with a prefill, whose
+                         attention runs outside CUDA graphs [ms]
     prefill_sync_ms      an iteration with a prefill waits until the device is idle, and its first
                          kernel starts so much later; 0: it does not wait [ms]
     fence_ms             of the iteration after a mixed one that waits for all of it: small kernels
@@ -89,7 +89,7 @@ OVERHEADS: Mapping[str, DeviceOverheads] = {
     "triton": DeviceOverheads(**_LAUNCH),
     "flashinfer": DeviceOverheads(**_LAUNCH, prefill_sync_ms=2.0),
 }
-"""By attention backend. All are estimates from reading SGLang 0.5.23, the middles of ranges, and not
+"""By attention backend. All are estimates from reading SGLang 0.5.23, within these ranges, and not
 measured: launch 1 to 2 ms, an eager layer 0.09 to 0.16 ms (3 to 5 ms for 32 layers, 8 to 10 for
 80), FlashInfer's plan of a prefill 1 to 4 ms, the fence 0.15 to 0.4 ms. The factor is the lower of
 what vLLM's FlashAttention-2 shows, 1.6 to 2.0 (docs/cost_models.md)."""

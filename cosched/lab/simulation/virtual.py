@@ -122,9 +122,10 @@ class VirtualEngine:
     ) -> None:
         """identity: of the simulated engine, for a policy that starts from a profile of it.
         host_link: if the flags give it host memory. prefix_reads: those of the cost model. host:
-        None: the host takes no time. launches: None: they take no time. acceptance: of drafted tokens, if the flags ask for
-        speculative decoding. window: of sliding windows, the tokens (0: there are none) and the
-        share of the layers. ranks: that step together, of which this process is one."""
+        None: the host takes no time. launches: None: they take no time. acceptance: of drafted
+        tokens, if the flags ask for speculative decoding. window: of sliding windows, the tokens
+        (0: there are none) and the share of the layers. ranks: that step together, of which this
+        process is one."""
         self._host = host or NoHostTime()
         self._launches = launches or Launches()
         self.clock = VirtualClock(self._host.after_wait_s)

@@ -207,7 +207,7 @@ H100 = {"model": "Llama-3.1-8B", "gpu": "H100"}
         ("roofline", H100 | {"gpu": "B300"}, "unknown GPU 'B300'; choose from"),
         ("roofline", {"model": "Llama-2-7B"}, "'roofline' needs a gpu"),
         ("roofline", H100 | {"tp": 3}, r"tp is 3, but Llama-3\.1-8B has 32 heads"),
-        ("roofline", H100 | {"mixed_decode_factor": 1.6}, "'roofline' has no mixed_decode_factor"),
+        ("profile", {"mixed_decode_factor": 1.6}, "'profile' has no mixed_decode_factor"),
         ("roofline", H100 | {"prefix_reads": "twice"}, "prefix_reads is 'twice'; choose from"),
         ("kernel-table", H100, "needs data_dir"),
         ("profile", {}, "needs profile, a file"),
