@@ -35,8 +35,8 @@ class BatchRules:
 
     mixed        prefill and the decodes of all running requests may share it
     partial      the decode of some requests may pause (`View.can_pause` says which)
-    must_decode  the iteration before this one was a prefill that could not mix: now the running
-                 requests decode
+    must_decode  the iteration before this one was a prefill that could not mix, or the engine keeps
+                 something of a decode only where it is alone: now the running requests decode
     """
 
     mixed: bool = True

@@ -124,13 +124,17 @@ class SchedulerView:
     @cached_property
     def rules(self) -> BatchRules:
         caps = self.caps
+        decodes_alone = caps.mixed_batches and port.replies_reach_checkpoint(
+            self._scheduler, self._batch
+        )
         return BatchRules(
             mixed=caps.mixed_batches
+            and not decodes_alone
             and self._running.mixes
             and all(request.traits.can_mix for request in self.unfinished),
             partial=caps.partial_decode
             and (self._running.are_plain or port.can_pause(self._batch)),
-            must_decode=self._must_decode,
+            must_decode=self._must_decode or decodes_alone,
         )
 
     def outlook(self) -> Outlook:

@@ -159,6 +159,34 @@ def test_arrivals_and_aborts_leak_no_slot(make_hybrid, strategy, kind):
     assert policy.stopped and held_slots(engine.scheduler) == 0
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_replies_have_checkpoints_beside_prefills(make_hybrid, overlap):
+    """SGLang makes none in a mixed batch, and a mixed policy would mix nearly always."""
+    engine = make_hybrid(
+        policy="sarathi",
+        **{**EXTRA_BUFFER, "max_total_tokens": 8000},
+        mixed=True,
+        overlap=overlap,
+        chunked_prefill_size=64,
+    )
+    scheduler, tracked = engine.scheduler, {}
+    process = scheduler.process_batch_result
+
+    def watch(batch, result):
+        process(batch, result)
+        for req in batch.reqs:
+            if req.rid == "reply":
+                tracked[len(req.output_ids)] = req.kv.mamba_last_track_seqlen
+
+    scheduler.process_batch_result = watch
+    engine.submit("reply", [7] * 20, max_new_tokens=150, ignore_eos=True)
+    for i in range(6):
+        engine.submit(f"r{i}", [20 + i] * 1000, max_new_tokens=1)
+    engine.run_until_idle()
+    assert max(seen or 0 for seen in tracked.values()) == 128
+    assert {64, 128} <= set(tracked.values())
+
+
 @pytest.mark.parametrize("strategy", [NO_BUFFER, PAGES], ids=["no_buffer", "pages"])
 def test_what_is_kept_is_found_again(make_hybrid, monkeypatch, strategy):
     """A plan knows what a preempted request keeps, and what SGLang will find of a waiting one.

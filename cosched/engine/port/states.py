@@ -14,7 +14,7 @@ from typing import Any
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.kv_cache_configurator import MAMBA_CACHE_SIZE_MAX_RUNNING_REQUESTS_RATIO
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
-from sglang.srt.runtime_context import get_exec, mamba_checkpoint_grid
+from sglang.srt.runtime_context import get_exec, mamba_checkpoint_grid, mamba_track_grid
 
 from cosched.core.view import StateSlots
 from cosched.memory.node import PathNode
@@ -76,6 +76,21 @@ def checkpoint_tokens(scheduler: Any) -> int:
     if not (has_states(tree) and get_exec().mamba.enable_mamba_extra_buffer):
         return 1
     return int(mamba_checkpoint_grid(tree.page_size))
+
+
+def replies_reach_checkpoint(scheduler: Any, running_batch: Any) -> bool:
+    """Whether the next decode of a running request gets to a checkpoint of its reply, which SGLang
+    makes where no prefill is beside it. After one iteration of decodes alone not again, so that
+    prefills go on when many requests are at one."""
+    tree, last = scheduler.tree_cache, scheduler.last_batch
+    if not (has_states(tree) and get_exec().mamba.enable_mamba_extra_buffer):
+        return False
+    if last is None or not last.forward_mode.is_extend() or scheduler.attn_dp_enabled:
+        return False
+    if running_batch.is_empty() or running_batch.seq_lens_cpu is None:
+        return False
+    behind = (running_batch.seq_lens_cpu + 1) % mamba_track_grid(tree.page_size)
+    return bool((behind == 0).any())
 
 
 def num_kept(req: Any) -> int:
