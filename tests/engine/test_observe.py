@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 import cosched.bootstrap  # noqa: F401  # before sglang
+from cosched.core.batch import BatchShape, Prefill
 from cosched.core.plan import Plan
 from cosched.engine.guard import Guard
 from cosched.engine.observe import Iteration, IterationObserver
@@ -158,3 +159,44 @@ def test_what_is_under_way_ends_when_it_was_predicted_to():
     assert loop.observer.expected_end_s(0.5) == 4.0  # two decodes each, one after the other
     loop.finish(at_s=3.0)
     assert loop.observer.expected_end_s(3.0) == 5.0
+
+
+@pytest.mark.parametrize("prefills_wait", [False, True])
+@pytest.mark.parametrize("has_prefill", [False, True])
+def test_a_device_that_is_done_during_a_launch_ran_dry_unless_the_launch_waited_for_it(
+    monkeypatch, prefills_wait, has_prefill
+):
+    """FlashInfer's prefills find the device idle however early they are planned."""
+    shape = BatchShape(prefills=[Prefill(8, 0)] if has_prefill else [], decodes=[5, 7])
+    monkeypatch.setattr("cosched.engine.observe.port.shape_of", lambda _: shape)
+    clock, seen = ByHand(), []
+    observer = IterationObserver(
+        SimpleNamespace(device="cuda", _sched_idled=False),
+        clock=clock,
+        guard=Guard(is_strict=True),
+        prefills_wait=prefills_wait,
+    )
+
+    def note(*, is_dry):
+        seen.append(is_dry)
+        return is_dry
+
+    observer.note_launched = note
+    steps = []
+
+    def launch(*, takes_s):
+        def run():
+            clock.time_s += takes_s
+            done_s = steps[-1] if steps else 0.0
+            steps.append(max(clock.time_s, done_s) + 0.008)
+            event = SimpleNamespace(query=lambda end_s=steps[-1]: clock.time_s >= end_s)
+            return SimpleNamespace(copy_done=event)
+
+        return observer.launch(run, BATCH).cosched
+
+    first = launch(takes_s=0.001)
+    clock.time_s += 0.0075  # the device is busy for half a millisecond more
+    second = launch(takes_s=0.001)
+    runs_dry = not (prefills_wait and has_prefill)
+    assert seen == [False, runs_dry]
+    assert first.is_exact is second.is_exact is not runs_dry
