@@ -86,19 +86,15 @@ class CostSpec:
                          data folder, else roofline
     noise_sigma          standard deviation of the log of a random factor on each iteration's time
     profile              measured profile, for the cost model ``profile``
-    device_overheads     what a launch adds to the time of its kernels, by attention backend, and
-                         mixed_decode_factor (docs/cost_models.md); auto: of SGLang's default
-                         backend for the GPU; none: nothing
-    launch_ms            host time from a launch to its first kernel [ms]; default: that of
-                         --device-overheads
-    eager_layer_ms       host time to launch a layer of an iteration with a prefill [ms]; default:
-                         that of --device-overheads
-    prefill_sync_ms      an iteration with a prefill waits until the device is idle, and starts so
-                         much later [ms]; 0: it does not wait; default: that of --device-overheads
-    fence_ms             delay of the iteration after a mixed one [ms]; default: that of
-                         --device-overheads
-    mixed_decode_factor  factor on the attention time of a decode beside a prefill; default: that of
-                         --device-overheads
+    device_overheads     what launches add to the time of their kernels, by attention backend
+                         (docs/cost_models.md); auto: SGLang's default backend for the GPU. The
+                         next five replace single values
+    launch_ms            host time from a launch to its first kernel [ms]
+    eager_layer_ms       host time to launch a layer of an iteration with a prefill [ms]
+    prefill_sync_ms      time from an idle device to the first kernel of an iteration with a prefill,
+                         which waits until it is idle [ms]; 0: no wait
+    fence_ms             delay of the iteration after a mixed one [ms]
+    mixed_decode_factor  factor on the attention time of a decode beside a prefill
     prefix_reads         how decodes read a common prefix: each its whole context (each), from the
                          L2 cache (cached), or once by cosched_shared_prefix (once)
     slower               factor on iteration times after --slower-after
