@@ -91,8 +91,7 @@ class CostSpec:
                          next five replace single values
     launch_ms            host time from a launch to its first kernel [ms]
     eager_layer_ms       host time to launch a layer of an iteration with a prefill [ms]
-    prefill_sync_ms      time from an idle device to the first kernel of an iteration with a prefill,
-                         which waits until it is idle [ms]; 0: no wait
+    prefill_sync_ms      idle time before an iteration with a prefill, if it waits for that [ms]
     fence_ms             delay of the iteration after a mixed one [ms]
     mixed_decode_factor  factor on the attention time of a decode beside a prefill
     prefix_reads         how decodes read a common prefix: each its whole context (each), from the
@@ -117,8 +116,8 @@ class CostSpec:
     def overheads(self, gpu: str) -> DeviceOverheads:
         """What these options say of a GPU. ConfigError when a value is none."""
         named = overheads_named(self.device_overheads, gpu_spec(gpu))
-        values = {name: getattr(self, name) for name in asdict(named)}
-        return replace(named, **{k: value for k, value in values.items() if value is not None})
+        given = {key: getattr(self, key) for key in asdict(named)}
+        return replace(named, **{key: ms for key, ms in given.items() if ms is not None})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -468,9 +467,7 @@ def _is_synchronous(spec: RunSpec) -> bool:
 
 def launches_of(spec: RunSpec) -> Launches:
     """They take no time where the cost model's host time has it."""
-    if _is_synchronous(spec):
-        return Launches()
-    overheads = spec.cost.overheads(spec.machine.gpu)
+    overheads = None if _is_synchronous(spec) else spec.cost.overheads(spec.machine.gpu)
     return Launches(overheads, num_layers=spec.machine.served.num_layers)
 
 
