@@ -4,8 +4,17 @@ import random
 import threading
 from types import SimpleNamespace
 
+import pytest
+
 from cosched.engine.waiting import WaitingQueue, online_requests
 from cosched.pool.pool import ArrivalQueue
+
+
+@pytest.fixture(autouse=True)
+def without_disaggregation(monkeypatch):
+    """SGLang knows its configuration once an engine has been made in this process, not before."""
+    plain = SimpleNamespace(disaggregation_mode="null")
+    monkeypatch.setattr("cosched.engine.port.request.get_disagg", lambda: plain)
 
 
 class Ticks:
