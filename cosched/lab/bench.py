@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -49,21 +49,18 @@ from cosched.lab.metrics.plots import Run as Drawn
 from cosched.lab.metrics.plots import write_run_plots
 from cosched.lab.metrics.records import write_records
 from cosched.lab.metrics.stats import MOST_VALUES
-from cosched.lab.page import Key, Page, cells_of, plot_results, read_page, stale_cells
+from cosched.lab.page import Key, Page, cells_of, chosen_cell, plot_results, read_page, stale_cells
 from cosched.lab.simulation.options import DataDir, RunOptions, data_dir_of, run_spec_of
 from cosched.lab.simulation.requests import load_requests
 from cosched.lab.simulation.run import RunResult
 from cosched.lab.simulation.setting import SETTINGS, OfflineClient, setting_of
 from cosched.lab.simulation.store import ResultStore
-from cosched.lab.suite import (
-    Outcome,
-    Row,
+from cosched.lab.suite import Outcome, Row, num_runs, rows_of, run_rows
+from cosched.lab.suite_file import (
     SuiteFile,
     SuiteScenario,
     SuiteSetting,
     read_suite,
-    rows_of,
-    run_rows,
     suite_names,
 )
 from cosched.memory.config import EVICTION_ORDERS
@@ -101,9 +98,10 @@ class _Simulations(JsonOption):
         *,
         store: ResultStore | None,
         keep: dict[str, RunResult] | None = None,
+        on_row: Callable[[Row, tuple[Outcome, ...]], object] = lambda row, outcomes: None,
     ) -> list[tuple[Outcome, ...]]:
-        """keep: gets the result of each row, of its first seed."""
-        total = sum(len(row.specs) for row in rows)
+        """keep: gets the result of each row, of its first seed. on_row: of `run_rows`."""
+        total = num_runs(rows)
         label = type(self).__name__.lower()
         with progress_of_runs(label, total=total, quiet=self.quiet) as show:
 
@@ -112,13 +110,13 @@ class _Simulations(JsonOption):
                 if keep is not None and result.spec.seed == rows[0].specs[0].seed:
                     keep[name] = result
 
-            return run_rows(rows, num_jobs=self.jobs, store=store, on_run=on_run)
+            return run_rows(rows, num_jobs=self.jobs, store=store, on_run=on_run, on_row=on_row)
 
 
 @dataclass(kw_only=True)
 class _OfSuite(_Simulations):
     scenarios: Names = ()
-    """only these scenarios"""
+    """only these scenarios, by name or pattern, such as h100*"""
     settings: Names = ()
     """only these settings"""
 
@@ -142,6 +140,8 @@ class Suite(_OfSuite):
     generated and the cost model is a roofline"""
     write: NewFile | None = None
     """write the page of results; rows of the page that this command does not run stay"""
+    missing: bool = False
+    """run only rows that the page of --write has not, whatever code the others were made by"""
     plot: NewFile | None = None
     """draw each column against the option that the scenarios vary"""
     list: bool = False
@@ -164,29 +164,39 @@ class Suite(_OfSuite):
             num_seeds=self.seeds,
             data_dir=data_dir_of(self.data_dir),
         )
-        outcomes = self.run_rows(rows, store=ResultStore(self.results))
         is_there = self.write is not None and self.write.exists()
         page = read_page(self.write) if self.write is not None and is_there else Page()
-        commit = {"commit": versions()["commit"] or ""}
-        made = {}
-        for row, some in zip(rows, outcomes, strict=True):
-            made[Key.of(row)] = cells_of(suite.columns, some) | commit
-        page.rows |= made
+        if self.missing:
+            rows = [row for row in rows if Key.of(row) not in page.rows]
         command = self._command(self.suite)
+        commit = {"commit": versions()["commit"] or ""}
+        made: dict[Key, dict[str, str]] = {}
+
+        def on_row(row: Row, outcomes: tuple[Outcome, ...]) -> None:
+            cells = cells_of(suite.measured, outcomes, spread=suite.spread)
+            if row.chosen:
+                cells["chosen"] = chosen_cell(row.chosen)
+            made[Key.of(row)] = page.rows[Key.of(row)] = cells | commit
+            self.save(self.write, lambda path: write_whole(path, page.text(suite, command)))
+
+        outcomes = self.run_rows(rows, store=ResultStore(self.results), on_row=on_row)
         if sys.stdout.isatty():
             for name in dict.fromkeys(row.scenario for row in rows):
-                print(f"{name}: {suite.scenarios[name].title}")
+                print(f"{name}: {suite.grid[name].title}")
                 Page(made).print(suite, name)
         else:
             print(Page(made).text(suite, command))
-        self.save(self.write, lambda path: write_whole(path, page.text(suite, command)))
         self.save(self.plot, lambda path: page.plot(suite, path))
         return self.finish(
             {
                 "suite": self.suite,
                 "rows": [
-                    {**key._asdict(), "cells": made[key], "runs": [_described(one) for one in some]}
-                    for key, some in zip(made, outcomes, strict=True)
+                    {
+                        **Key.of(row)._asdict(),
+                        "cells": made[Key.of(row)],
+                        "runs": [_described(one) for one in some],
+                    }
+                    for row, some in zip(rows, outcomes, strict=True)
                 ],
             }
         )
@@ -231,7 +241,9 @@ class Check(_OfSuite):
         stale = [
             cell
             for row, some in zip(rows, outcomes, strict=True)
-            for cell in stale_cells(page, Key.of(row), cells_of(suite.columns, some))
+            for cell in stale_cells(
+                page, Key.of(row), cells_of(suite.measured, some, spread=suite.spread)
+            )
         ]
         if stale:
             raise StaleResultsError("\n".join([f"{path} no longer holds:", *map(str, stale)]))

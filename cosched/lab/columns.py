@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
+from cosched.lab.metrics.stats import ratio
 from cosched.lab.metrics.summary import Summary
 
 
@@ -26,6 +27,14 @@ class Column:
 def _num_evicted(s: Summary) -> int | None:
     known = [n for n in (s.online.num_lost_tokens, s.offline.num_lost_tokens) if n is not None]
     return sum(known) if known else None
+
+
+def _recomputed_ratio(s: Summary) -> float | None:
+    """Of all prompt tokens that were computed."""
+    both = (s.online, s.offline)
+    again = sum(one.num_recomputed_tokens for one in both)
+    once = sum(one.num_prompt_tokens - one.num_cached_tokens for one in both)
+    return ratio(again, once + again)
 
 
 def _tier(place: int, target: str) -> Callable[[Summary], float | None]:
@@ -57,6 +66,8 @@ COLUMNS: Mapping[str, Column] = {
     "JCT met %": Column(of=lambda s: s.online.attainment.jct.ratio, scale=100),
     "TTFT p50 s": Column(of=lambda s: s.online.ttft_s.p50, digits=2),
     "TTFT p99 s": Column(of=lambda s: s.online.ttft_s.p99, digits=2),
+    "TTFT p50 ms": Column(of=lambda s: s.online.ttft_s.p50, digits=0, scale=1e3),
+    "TTFT p99 ms": Column(of=lambda s: s.online.ttft_s.p99, digits=0, scale=1e3),
     "missed TTFT p99 s": Column(of=lambda s: s.online.missed_ttft_s.p99, digits=2),
     "TPOT p50 ms": Column(of=lambda s: s.online.tpot_s.p50, scale=1e3),
     "TPOT p99 ms": Column(of=lambda s: s.online.tpot_s.p99, scale=1e3),
@@ -86,6 +97,12 @@ COLUMNS: Mapping[str, Column] = {
     ),
     "recomputed tokens": Column(
         of=lambda s: s.online.num_recomputed_tokens + s.offline.num_recomputed_tokens, digits=0
+    ),
+    "recomputed %": Column(of=_recomputed_ratio, scale=100),
+    "planning %": Column(
+        of=lambda s: ratio(s.host.planning_s.mean, s.iterations.duration_s.mean),
+        digits=0,
+        scale=100,
     ),
     "planning p50 ms": Column(of=lambda s: s.host.planning_s.p50, digits=2, scale=1e3),
     "planning p99 ms": Column(of=lambda s: s.host.planning_s.p99, digits=2, scale=1e3),

@@ -7,10 +7,13 @@ rows with those of a page.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import geometric_mean
 from typing import NamedTuple
+
+import msgspec
 
 from cosched.errors import ConfigError
 from cosched.lab.columns import COLUMNS
@@ -20,10 +23,20 @@ from cosched.lab.metrics.stats import interval_of
 from cosched.lab.metrics.table import markdown_rows, print_rows
 from cosched.lab.simulation.run import RunResult
 from cosched.lab.simulation.setting import title_of
-from cosched.lab.suite import Option, Outcome, Row, SuiteFile, SuiteTarget, as_arguments
+from cosched.lab.suite import Outcome, Row, as_arguments
+from cosched.lab.suite_file import Keeps, Option, Options, Ratio, SuiteFile, SuiteTarget
 
 TOLERANCE = 0.01
 """A number holds within 1 %, or within one unit of the last digit shown."""
+
+_MORE = ("chosen", "seeds", "commit")
+"""Columns of pages beside those of suites."""
+
+_BESIDE = " / "
+"""Between the number of a row and that of another beside it."""
+
+_ALL = "all"
+_OVERALL = "Geometric means of each setting against the best other one ({target.column}):"
 
 _NUMBER = re.compile(r"-?\d[\d,]*\.?\d*")
 
@@ -44,8 +57,11 @@ class Key(NamedTuple):
         return cls(scenario, "" if value is None else str(value), setting)
 
 
-def cells_of(columns: Sequence[str], outcomes: Sequence[Outcome]) -> dict[str, str]:
-    """The cells of a row: the number, or over several seeds their mean and its 95 % interval."""
+def cells_of(
+    columns: Sequence[str], outcomes: Sequence[Outcome], *, spread: str = "interval"
+) -> dict[str, str]:
+    """The cells of a row: the number, or over several seeds their mean and its 95 % interval or
+    their range (`SuiteFile.spread`)."""
     cells = {}
     for name in columns:
         column = COLUMNS[name]
@@ -53,18 +69,27 @@ def cells_of(columns: Sequence[str], outcomes: Sequence[Outcome]) -> dict[str, s
         if name.startswith("offline") and not has_job:
             cells[name] = ""
             continue
-        interval = interval_of([column.of(outcome.summary) for outcome in outcomes])
+        values = [column.of(outcome.summary) for outcome in outcomes]
+        interval = interval_of(values)
         if interval is None:
             is_open = name == "job done s" and has_job
             cells[name] = f"> {max(one.end_s for one in outcomes):.0f}" if is_open else ""
             continue
         form = f",.{column.digits}f"
         cells[name] = format(column.scale * interval.mean, form)
-        if interval.half_width is not None:
+        if interval.half_width is not None and spread == "range":
+            known = [column.scale * value for value in values if value is not None]
+            cells[name] += f" ({format(min(known), form)} to {format(max(known), form)})"
+        elif interval.half_width is not None:
             cells[name] += f" ± {format(column.scale * interval.half_width, form)}"
     seeds = [outcome.spec.seed for outcome in outcomes]
     cells["seeds"] = f"{seeds[0]}" if len(seeds) == 1 else f"{seeds[0]}-{seeds[-1]}"
     return cells
+
+
+def chosen_cell(options: Options) -> str:
+    """The options that a search chose."""
+    return ", ".join(f"{name} {value}" for name, value in options.items())
 
 
 def _value(text: str) -> float:
@@ -73,8 +98,13 @@ def _value(text: str) -> float:
 
 def _number(cell: str) -> float | None:
     """The first number of a cell; None for an unfinished job."""
+    return None if cell.startswith(">") else _first(cell)
+
+
+def _first(cell: str) -> float | None:
+    """The first number of a cell; of an unfinished job that before which it was not done."""
     found = _NUMBER.search(cell)
-    return None if found is None or cell.startswith(">") else _value(found[0])
+    return None if found is None else _value(found[0])
 
 
 @dataclass(slots=True)
@@ -86,25 +116,28 @@ class Page:
     def text(self, suite: SuiteFile, command: str) -> str:
         """As Markdown."""
         parts = [f"# {suite.title}\n", suite.about.strip() + "\n", f"```bash\n{command}\n```\n"]
-        for name, scenario in suite.scenarios.items():
+        for name, scenario in suite.grid.items():
             if not any(self._of(suite, name)):
                 continue
             title = f"{name}: {scenario.title}" if scenario.title else name
-            options = {**suite.options, **scenario.options}
+            options: dict[str, Option | list[Option]] = {**suite.options, **scenario.options}
             shown = " ".join(as_arguments(options))
             parts += [f"## {title}\n", f"`cosched simulate {shown}`\n", self.table(suite, name)]
         if suite.targets:
             parts += ["## Targets\n", self._targets(suite)]
+        for target in suite.targets:
+            if target.overall and (table := self._overall_table(suite, target)):
+                parts += [f"{_OVERALL.format(target=target)}\n", table]
         return "\n".join(parts)
 
     def table(self, suite: SuiteFile, scenario: str) -> str:
         """The rows of one scenario."""
         rows = list(self._of(suite, scenario))
-        option = suite.scenarios[scenario].varied
+        option = suite.grid[scenario].varied
         varied = [] if option is None else [option]
         headers = [
             header
-            for header in (*suite.columns, "seeds", "commit")
+            for header in (*suite.columns, *_MORE)
             if any(cells.get(header) for _, cells in rows)
         ]
         return markdown_rows(
@@ -129,12 +162,45 @@ class Page:
         )
 
     def _of(self, suite: SuiteFile, scenario: str) -> Iterator[tuple[Key, dict[str, str]]]:
-        """In the order of the suite."""
-        for value, _ in suite.scenarios[scenario].cases():
+        """In the order of the suite, with the cells that come of other rows."""
+        for value, _ in suite.grid[scenario].cases():
             for setting in suite.settings:
                 key = Key.at(scenario, value, setting)
                 if key in self.rows:
-                    yield key, self.rows[key]
+                    yield key, self._completed(suite, key)
+
+    def _completed(self, suite: SuiteFile, key: Key) -> dict[str, str]:
+        """The cells of a row, with ratios and the numbers that stand beside them."""
+        cells = dict(self.rows[key])
+        for name, ratio in suite.ratios.items():
+            own, others = _number(cells.get(ratio.column, "")), self._numbers(key, ratio)
+            cells[name] = f"{100 * min(others) / own:.0f}" if own and others else ""
+        beside = suite.beside
+        if beside is not None and key.setting != beside.setting:
+            other = self.rows.get(key._replace(setting=beside.setting), {})
+            for name in beside.columns:
+                if cells.get(name) and other.get(name):
+                    cells[name] += _BESIDE + other[name].partition(" ")[0]
+        return cells
+
+    def _numbers(self, key: Key, wanted: Ratio | SuiteTarget) -> list[float]:
+        """Of the other settings that `wanted` names, in its column, as far as they count."""
+        keeps = wanted.keeps if isinstance(wanted, SuiteTarget) else None
+        return [
+            number
+            for other in wanted.of
+            if other != key.setting
+            and (row := self.rows.get(key._replace(setting=other))) is not None
+            and (number := _number(row.get(wanted.column, ""))) is not None
+            and (keeps is None or self._keeps(key._replace(setting=other), keeps))
+        ]
+
+    def _keeps(self, key: Key, keeps: Keeps) -> bool:
+        own, least = (
+            _number(self.rows.get(one, {}).get(keeps.column, ""))
+            for one in (key, key._replace(setting=keeps.of))
+        )
+        return own is not None and (least is None or own >= least - keeps.within)
 
     def _targets(self, suite: SuiteFile) -> str:
         lines = []
@@ -148,27 +214,59 @@ class Page:
 
     def _measured(self, suite: SuiteFile, target: SuiteTarget) -> Iterator[tuple[Key, float]]:
         """The value that the target bounds, in each case."""
-        best_of: Callable[[list[float]], float] = min if target.at_most is not None else max
-        for name in suite.scenarios:
+        cases = self._cases(suite, target, target.setting)
+        if not target.overall:
+            yield from cases
+        elif ratios := [ratio for _, ratio in cases]:
+            yield Key(_ALL, "", target.setting), geometric_mean(ratios)
+
+    def _cases(
+        self, suite: SuiteFile, target: SuiteTarget, setting: str
+    ) -> Iterator[tuple[Key, float]]:
+        """The value that the target would bound if it were about this setting, in each case."""
+        wanted = msgspec.structs.replace(target, setting=setting)
+        for name in suite.grid:
             for key, cells in self._of(suite, name):
-                value = _number(cells.get(target.column, ""))
-                if key.setting != target.setting or value is None:
+                # An unfinished job counts as done where the run ended: at its best.
+                number = _first if target.overall else _number
+                value = number(cells.get(target.column, ""))
+                if key.setting != setting or value is None:
                     continue
-                others = [
-                    number
-                    for other in target.of
-                    if (row := self.rows.get(key._replace(setting=other))) is not None
-                    and (number := _number(row.get(target.column, ""))) is not None
-                ]
+                others = self._numbers(key, wanted)
                 if not target.of:
                     yield key, value
-                elif others and best_of(others):
-                    yield key, value / best_of(others)
+                elif others and target.best_of(others):
+                    yield key, value / target.best_of(others)
+
+    def _overall_table(self, suite: SuiteFile, target: SuiteTarget) -> str:
+        """Geometric means of each setting of a target against the best other one, by machine."""
+        settings = [one for one in suite.settings if one in (target.setting, *target.of)]
+        wanted = msgspec.structs.replace(target, of=tuple(settings))
+        columns = [*suite.machines, _ALL] if suite.machines else [_ALL]
+        lines = []
+        for setting in settings:
+            cases = list(self._cases(suite, wanted, setting))
+            if not cases:
+                continue
+            line = [f"`{setting}`"]
+            for column in columns:
+                some = [
+                    ratio
+                    for key, ratio in cases
+                    if column in (_ALL, key.scenario.partition("/")[0])
+                ]
+                line.append(f"{geometric_mean(some):.3f}" if some else "")
+            if target.keeps is not None:
+                num_kept = sum(self._keeps(key, target.keeps) for key, _ in cases)
+                line.append(f"{num_kept} of {len(cases)}")
+            lines.append(line)
+        kept = [f"keeps {target.keeps.column}"] if target.keeps is not None else []
+        return markdown_rows(["setting", *columns, *kept], lines) if lines else ""
 
     def plot(self, suite: SuiteFile, path: Path) -> None:
         """Each column against the varied option, a row of panels per scenario that varies one."""
         grid: list[list[Panel]] = []
-        for name, scenario in suite.scenarios.items():
+        for name, scenario in suite.grid.items():
             rows = list(self._of(suite, name))
             if scenario.varied is None or not rows:
                 continue
@@ -220,9 +318,12 @@ def read_page(path: Path) -> Page:
         elif not headers:
             headers = cells
         elif headers[0] == "setting":
-            row = dict(zip(headers, cells, strict=True))
-            known = {*COLUMNS, "setting", "seeds", "commit"}
-            varied = next((header for header in headers if header not in known), "")
+            row = {
+                header: cell.partition(_BESIDE)[0]
+                for header, cell in zip(headers, cells, strict=True)
+            }
+            known = {*COLUMNS, *_MORE}
+            varied = headers[1] if len(headers) > 1 and headers[1] not in known else ""
             setting, value = row.pop("setting").strip("`"), row.pop(varied, "")
             page.rows[Key(scenario, value, setting)] = row
     return page

@@ -1,170 +1,36 @@
-"""Experiments as data: a suite is a grid of scenario x setting x seed, in one TOML file.
-
-    title = "Prefix sharing"
-    about = "One paragraph."
-    columns = ["both met %", "job done s", "offline hit %"]     # `cosched.lab.columns`
-    seeds = 3                                                   # 0, 1 and 2; default 1
-    options = { model = "Llama-2-7B", gpu = "A100-80" }         # of `cosched.simulate`
-
-    [scenarios.mmlu]                                            # the workload and the machine
-    title = "MMLU in a small cache"
-    options = { online = "azure-conv", online-rate = [1, 2], offline = "mmlu", duration = 600 }
-
-    [settings.hygen]                                            # a policy and its options
-    [settings."hygen, large chunks"]
-    policy = "hygen"
-    options = { chunked-prefill-size = 8192 }
-    config = { latency_budget_ms = 40 }                         # keys of COSCHED_CONFIG
-
-    [[targets]]                                                 # hygen <= 0.9 x the best of these
-    setting = "hygen"
-    column = "job done s"
-    at_most = 0.9
-    of = ["hygen, large chunks"]
-
-An option with a list is varied: the scenario is run with each value.
-"""
+"""What a suite runs: its rows, and the searches of those that have one."""
 
 from __future__ import annotations
 
 import copy
 import functools
 import json
-import tomllib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
-
-import msgspec
+from typing import NamedTuple
 
 from cosched.cli import parse
-from cosched.errors import ConfigError, choices
-from cosched.lab.columns import COLUMNS
-from cosched.lab.metrics.slo import JctTarget
+from cosched.errors import ConfigError
 from cosched.lab.metrics.summary import Summary
 from cosched.lab.simulation.options import RunOptions, run_spec_of
 from cosched.lab.simulation.parallel import execute_all
 from cosched.lab.simulation.run import RunResult, RunSpec
 from cosched.lab.simulation.setting import setting_of
 from cosched.lab.simulation.store import ResultStore
-
-SUITES = Path(__file__).parent / "suites"
-
-Option = str | int | float | bool
-Options = dict[str, Option]
-
-
-class SuiteScenario(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """A workload and a machine.
-
-    options  of `cosched.simulate`, without the dashes; at most one of them is a list of values
-    cheap    each run takes seconds, on generated requests and the roofline cost model, whether or
-             not there is a data folder: `bench check` repeats these rows
-    jct      deadlines of online requests (EcoServe §4)
-    """
-
-    title: str = ""
-    options: dict[str, Option | list[Option]] = {}
-    cheap: bool = False
-    jct: JctTarget | None = None
-
-    def cases(self) -> Iterator[tuple[Option | None, Options]]:
-        """(value of the varied option or None, options) of each run."""
-        fixed = {name: one for name, one in self.options.items() if not isinstance(one, list)}
-        varied = self.varied
-        if varied is None:
-            yield None, fixed
-            return
-        values = self.options[varied]
-        assert isinstance(values, list), f"{varied=}"
-        for value in values:
-            yield value, {**fixed, varied: value}
-
-    @property
-    def varied(self) -> str | None:
-        """Name of the option with a list of values."""
-        return next((name for name, one in self.options.items() if isinstance(one, list)), None)
-
-
-class SuiteSetting(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """A policy and its options.
-
-    policy   a policy or a name of `cosched.lab.simulation.setting`; default: the setting's name
-    options  of `cosched.simulate`, over those of the scenario
-    config   keys of COSCHED_CONFIG
-    only     scenarios in which it is run; default: all
-    """
-
-    policy: str = ""
-    options: Options = {}
-    config: dict[str, Any] = {}
-    only: tuple[str, ...] = ()
-
-
-class SuiteTarget(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """A bound on one column of one setting, in each scenario that has it.
-
-    at_most, at_least  the bound: a number, or with `of` a multiple of the best of these settings
-    """
-
-    setting: str
-    column: str
-    at_most: float | None = None
-    at_least: float | None = None
-    of: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if (self.at_most is None) == (self.at_least is None):
-            raise ValueError("a target has either `at_most` or `at_least`")
-
-    def is_met(self, ratio: float) -> bool:
-        if self.at_most is not None:
-            return ratio <= self.at_most
-        return ratio >= (self.at_least or 0.0)
-
-    def __str__(self) -> str:
-        sign, bound = ("≤", self.at_most) if self.at_least is None else ("≥", self.at_least)
-        of = f" times the best of {', '.join(f'`{name}`' for name in self.of)}" if self.of else ""
-        return f"`{self.setting}`: {self.column} {sign} {bound:g}{of}"
-
-
-class SuiteFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """An experiment.
-
-    seeds      number of seeds, from 0 on
-    options    of all scenarios
-    generated  workload -> the one that takes its place where there is no data folder
-    """
-
-    title: str
-    about: str
-    columns: tuple[str, ...]
-    scenarios: dict[str, SuiteScenario]
-    settings: dict[str, SuiteSetting]
-    seeds: int = 1
-    options: Options = {}
-    generated: dict[str, str] = {}
-    targets: tuple[SuiteTarget, ...] = ()
-
-    def __post_init__(self) -> None:
-        named = {s for setting in self.settings.values() for s in setting.only}
-        _check_known("scenario", named, self.scenarios)
-        named = {s for target in self.targets for s in (target.setting, *target.of)}
-        _check_known("setting", named, self.settings)
-        _check_known("column", self.columns, COLUMNS)
-        _check_known("column", [target.column for target in self.targets], self.columns)
-        for name, one in self.scenarios.items():
-            if sum(isinstance(value, list) for value in one.options.values()) > 1:
-                raise ValueError(f"scenario {name!r} varies more than one option")
+from cosched.lab.simulation.sweep import Tried, most_misses, sweep
+from cosched.lab.suite_file import Option, Options, SuiteFile, check_known, matching
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One line of a table: a setting in a scenario, with each seed.
 
-    value  of the option that the scenario varies
-    specs  one per seed
+    value   of the option that the scenario varies
+    specs   one per seed; until the search is over, with the options where it begins
+    search  for the best options
+    chosen  the options that it found
     """
 
     scenario: str
@@ -172,6 +38,8 @@ class Row:
     setting: str
     is_cheap: bool
     specs: tuple[RunSpec, ...]
+    search: Search | None = None
+    chosen: Options = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -189,23 +57,6 @@ class Outcome:
     end_s: float
 
 
-def suite_names() -> list[str]:
-    """Suites that come with cosched."""
-    return sorted(path.stem for path in SUITES.glob("*.toml"))
-
-
-def read_suite(name: str) -> SuiteFile:
-    """Of a name, or of the path of a file. ConfigError names the file and what is wrong in it."""
-    path = SUITES / f"{name}.toml" if name in suite_names() else Path(name)
-    try:
-        return msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), SuiteFile)
-    except OSError as error:
-        known = choices(suite_names())
-        raise ConfigError(f"no suite {name!r} ({error.strerror}); choose from {known}") from None
-    except (tomllib.TOMLDecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: {error}") from None
-
-
 def rows_of(
     suite: SuiteFile,
     *,
@@ -214,25 +65,25 @@ def rows_of(
     num_seeds: int | None = None,
     data_dir: Path | None = None,
 ) -> list[Row]:
-    """The rows of a suite, or of some of its scenarios and settings only. ConfigError where a name,
-    an option or a key of the configuration is wrong."""
-    for kind, names, known in (
-        ("scenario", scenarios, suite.scenarios),
-        ("setting", settings, suite.settings),
-    ):
-        try:
-            _check_known(kind, names, known)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
+    """The rows of a suite, or of some of its scenarios (by name or pattern, as `*/i`) and settings
+    only. ConfigError where a name, an option or a key of the configuration is wrong."""
+    grid = suite.grid
+    try:
+        names = matching(scenarios, grid, kind="scenario")
+        check_known("setting", settings, suite.settings)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     rows = []
-    for name in scenarios or suite.scenarios:
-        for value, options in suite.scenarios[name].cases():
+    for name in names or grid:
+        for value, options in grid[name].cases():
             for setting in settings or suite.settings:
-                only = suite.settings[setting].only
-                if only and name not in only:
+                if not suite.settings[setting].is_of(name):
                     continue
+                place = _Place(suite, name, options, data_dir)
                 try:
-                    spec = _spec(suite, name, options, setting, data_dir)
+                    search = _search(place, setting)
+                    start = search.start if search is not None else {}
+                    spec = place.spec(setting, start)
                 except ConfigError as error:
                     raise ConfigError(f"{name}, {setting}: {error}") from None
                 seeds = range(spec.seed, spec.seed + (num_seeds or suite.seeds))
@@ -241,11 +92,17 @@ def rows_of(
                         scenario=name,
                         value=value,
                         setting=setting,
-                        is_cheap=suite.scenarios[name].cheap,
+                        is_cheap=grid[name].cheap,
                         specs=tuple(replace(spec, seed=seed) for seed in seeds),
+                        search=search,
                     )
                 )
     return rows
+
+
+def num_runs(rows: Sequence[Row]) -> int:
+    """Of the rows and their searches."""
+    return sum(len(row.specs) + (row.search.num_runs if row.search else 0) for row in rows)
 
 
 def run_rows(
@@ -254,42 +111,138 @@ def run_rows(
     num_jobs: int,
     store: ResultStore | None,
     on_run: Callable[[str, RunResult], object],
+    on_row: Callable[[Row, tuple[Outcome, ...]], object] = lambda row, outcomes: None,
 ) -> list[tuple[Outcome, ...]]:
-    """What came of each row, by seed. on_run: gets the name of the row and each result."""
-    runs = [(row.name, spec) for row in rows for spec in row.specs]
-    done: dict[int, Outcome] = {}
-    for index, result in execute_all([spec for _, spec in runs], num_jobs=num_jobs, store=store):
-        name, spec = runs[index]
-        done[index] = Outcome(spec=spec, summary=result.summary, end_s=result.end_s)
-        on_run(name, result)
-    ordered = iter(done[index] for index in range(len(runs)))
-    return [tuple(next(ordered) for _ in row.specs) for row in rows]
+    """What came of each row, by seed; rows with a search last. on_run: gets the name of the row and
+    each result. on_row: gets each row that is done, with what its search chose."""
+
+    def run(some: Sequence[tuple[int, Row]]) -> Iterator[tuple[int, tuple[Outcome, ...]]]:
+        runs = [(index, row, spec) for index, row in some for spec in row.specs]
+        done: dict[int, dict[int, Outcome]] = {index: {} for index, _ in some}
+        results = execute_all([spec for *_, spec in runs], num_jobs=num_jobs, store=store)
+        for number, result in results:
+            index, row, spec = runs[number]
+            done[index][spec.seed] = Outcome(spec=spec, summary=result.summary, end_s=result.end_s)
+            on_run(row.name, result)
+            if len(done[index]) == len(row.specs):
+                outcomes = tuple(done[index][spec.seed] for spec in row.specs)
+                on_row(row, outcomes)
+                yield index, outcomes
+
+    def execute(name: str, specs: Sequence[RunSpec]) -> list[RunResult]:
+        found = {}
+        for number, result in execute_all(specs, num_jobs=num_jobs, store=store):
+            found[number] = result
+            on_run(f"{name} (search)", result)
+        return [found[number] for number in range(len(specs))]
+
+    numbered = list(enumerate(rows))
+    outcomes = dict(run([(index, row) for index, row in numbered if row.search is None]))
+    for index, row in numbered:
+        if row.search is not None:
+            chosen = row.search.best(partial(execute, row.name))
+            spec = row.search.at(chosen)
+            specs = tuple(replace(spec, seed=one.seed) for one in row.specs)
+            outcomes |= run([(index, replace(row, specs=specs, chosen=chosen))])
+    return [outcomes[index] for index, _ in numbered]
 
 
-def _check_known(kind: str, names: Iterable[str], known: Collection[str]) -> None:
-    for name in names:
-        if name not in known:
-            raise ValueError(f"unknown {kind} {name!r}; choose from {choices(known)}")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Search:
+    """For the best options of a row.
+
+    dials  each option and its values
+    at     the run of the row with these options
+    alone  run of its online requests alone, as the search runs it
+    trial  a run of the search with these options
+    """
+
+    dials: tuple[_Dial, ...]
+    at: Callable[[Options], RunSpec]
+    alone: RunSpec
+    trial: Callable[[Options], RunSpec]
+
+    @property
+    def start(self) -> Options:
+        return {dial.name: dial.values[0] for dial in self.dials}
+
+    @property
+    def num_runs(self) -> int:
+        return 2 + sum(len(dial.values) - 1 for dial in self.dials)
+
+    def best(self, execute: Callable[[Sequence[RunSpec]], list[RunResult]]) -> Options:
+        """`execute` runs specifications side by side."""
+        (alone,) = execute([self.alone])
+        misses = most_misses(alone.summary)
+
+        def tried(points: Mapping[str, Options]) -> dict[str, Tried]:
+            trials = [self.trial(options) for options in points.values()]
+            results = execute([replace(one, most_misses=misses) for one in trials])
+            return {
+                name: Tried(result=result, alone=alone.summary)
+                for name, result in zip(points, results, strict=True)
+            }
+
+        return sweep(self.start, self.dials, tried).best
 
 
-def _spec(
-    suite: SuiteFile, name: str, options: Options, setting_name: str, data_dir: Path | None
-) -> RunSpec:
-    given, setting = suite.scenarios[name], suite.settings[setting_name]
-    options = {**suite.options, **options, **setting.options}
-    if given.cheap:
-        data_dir = None
-    if data_dir is None:
-        for role in ("online", "offline"):
-            if options.get(role) in suite.generated:
-                options[role] = suite.generated[str(options[role])]
-    run = copy.deepcopy(_parsed(*as_arguments(options)))
-    run.policy.cosched_config = json.dumps(setting.config)
-    run.length.data_dir = data_dir
-    spec = run_spec_of(run, setting_of(setting.policy or setting_name))
-    if given.cheap:
-        spec = replace(spec, data_dir=None, cost=replace(spec.cost, name="roofline"))
-    return replace(spec, jct=given.jct)
+class _Dial(NamedTuple):
+    """An option and its values."""
+
+    name: str
+    values: tuple[Option, ...]
+
+    def of(self, point: Options) -> Option:
+        return point[self.name]
+
+    def set(self, point: Options, value: Option) -> Options:
+        return {**point, self.name: value}
+
+    def say(self, value: Option) -> str:
+        return f"{self.name} {value}"
+
+
+def _search(place: _Place, setting: str) -> Search | None:
+    values = place.suite.settings[setting].search
+    how = place.suite.search
+    if not values or how is None:
+        return None
+    return Search(
+        dials=tuple(_Dial(name, tuple(some)) for name, some in values.items()),
+        at=partial(place.spec, setting),
+        alone=place.spec(how.alone, how.options),
+        trial=lambda options: place.spec(setting, {**options, **how.options}),
+    )
+
+
+class _Place(NamedTuple):
+    """A scenario with one value of the option that it varies."""
+
+    suite: SuiteFile
+    scenario: str
+    options: Options
+    data_dir: Path | None
+
+    def spec(self, setting_name: str, more: Options) -> RunSpec:
+        """Of a setting. more: options over all others."""
+        given, setting = self.suite.grid[self.scenario], self.suite.settings[setting_name]
+        options = {**self.suite.options, **self.options, **setting.options, **more}
+        data_dir = None if given.cheap else self.data_dir
+        if data_dir is None:
+            for role in ("online", "offline"):
+                if options.get(role) in self.suite.generated:
+                    options[role] = self.suite.generated[str(options[role])]
+        run = copy.deepcopy(_parsed(*as_arguments(options)))
+        run.policy.cosched_config = json.dumps(setting.config)
+        run.length.data_dir = data_dir
+        spec = run_spec_of(run, setting_of(setting.policy or setting_name))
+        if not spec.setting.has_offline:  # then equal runs of several scenarios are one
+            spec = replace(spec, offline=None)
+        if not spec.setting.has_online:
+            spec = replace(spec, online=None)
+        if given.cheap:
+            spec = replace(spec, data_dir=None, cost=replace(spec.cost, name="roofline"))
+        return replace(spec, jct=given.jct)
 
 
 @functools.cache  # many settings have the options of their scenario, and parsing takes 0.1 s

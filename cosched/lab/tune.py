@@ -12,13 +12,12 @@ SGLang's flags. Each run is kept in --results: after Ctrl-C the same command con
 from __future__ import annotations
 
 import json
-import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import msgspec
 from cyclopts import Parameter
@@ -30,87 +29,16 @@ from cosched.config import Config, parse_config
 from cosched.errors import ConfigError, choices
 from cosched.files import write_whole
 from cosched.lab.benchmark.progress import progress_of_runs
-from cosched.lab.metrics.summary import Summary
 from cosched.lab.simulation.options import PolicyName, RunOptions, run_spec_of
 from cosched.lab.simulation.parallel import execute_all
 from cosched.lab.simulation.run import RunResult, RunSpec
 from cosched.lab.simulation.setting import Setting, setting_of
 from cosched.lab.simulation.store import ResultStore
+from cosched.lab.simulation.sweep import Swept, Tried, best_of, most_misses, sweep
 from cosched.policies import policy_entry, policy_names
 from cosched.schedule.base import Budgets
 
 _ALONE = "s0"
-
-
-LEAST_GAIN = 0.01
-"""Relative gain in offline work that is worth a change."""
-
-TOLERANCE = 0.01
-"""Allowed loss of the attainment of online requests alone."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tried:
-    """A run, and that of its online requests alone."""
-
-    result: RunResult
-    alone: Summary
-
-    @property
-    def attainment(self) -> float | None:
-        return self.result.summary.online.attainment.joint.ratio
-
-    @property
-    def baseline_attainment(self) -> float | None:
-        return self.alone.online.attainment.joint.ratio
-
-    @property
-    def offline_tokens_per_s(self) -> float | None:
-        return self.result.summary.offline.tokens_per_s
-
-    @property
-    def gave_up(self) -> bool:
-        return self.result.gave_up
-
-    def figures(self) -> dict[str, Any]:
-        """Of the output, in seconds."""
-        online = self.result.summary.online
-        return {
-            "attainment": self.attainment,
-            "attainment_alone": self.baseline_attainment,
-            "offline_tokens_per_s": self.offline_tokens_per_s,
-            "ttft_s": {"p50": online.ttft_s.p50, "p99": online.ttft_s.p99},
-            "tpot_s": {"p50": online.tpot_s.p50, "p99": online.tpot_s.p99},
-            "seed": self.result.spec.seed,
-        }
-
-
-K = TypeVar("K")
-
-
-def best_of(tried: Mapping[K, Tried], *, current: K | None = None) -> K:
-    """The key of the run with the most offline work among those within `TOLERANCE` of the
-    attainment of online requests alone; without such a run, that with the highest attainment. Of
-    equals the first. current: the others must be better by `LEAST_GAIN`."""
-
-    def rank(key: K) -> tuple[float, float]:
-        one = tried[key]
-        lacking = math.inf  # of a run that gave up
-        if not one.gave_up:
-            lacking = max((one.baseline_attainment or 0.0) - (one.attainment or 0.0), 0.0)
-        rate = one.offline_tokens_per_s or 0.0
-        if current is not None and key != current:
-            rate /= 1 + LEAST_GAIN
-        return -lacking if lacking > TOLERANCE else 0.0, rate
-
-    return max(tried, key=rank)
-
-
-def most_misses(alone: RunResult) -> int:
-    """The most misses of a good run. alone: online requests alone."""
-    attainment = alone.summary.online.attainment.joint
-    num_decided = attainment.num_met + attainment.num_missed
-    return attainment.num_missed + int(TOLERANCE * num_decided)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,34 +124,6 @@ KNOBS: Mapping[str, Knob] = {
 """In the order of trial."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Swept:
-    """tried: the runs of each knob by value. spec: with the best value of each."""
-
-    spec: RunSpec
-    tried: Mapping[str, Mapping[float, Tried]] = field(default_factory=dict)
-
-
-def sweep(
-    spec: RunSpec,
-    knobs: Sequence[Knob],
-    run: Callable[[Mapping[str, RunSpec]], Mapping[str, Tried]],
-) -> Swept:
-    """`run` runs specifications side by side, by name."""
-    first = run({"as it is": spec})["as it is"]
-    tried: dict[str, dict[float, Tried]] = {}
-    for knob in knobs:
-        now = knob.of(spec)
-        others = [value for value in knob.values if value != now]
-        results = run({knob.say(value): knob.set(spec, value) for value in others})
-        known = {now: first} | {value: results[knob.say(value)] for value in others}
-        tried[knob.name] = dict(sorted(known.items()))
-        best = best_of({now: first, **known}, current=now)
-        if best != now:
-            spec, first = knob.set(spec, best), known[best]
-    return Swept(spec=spec, tried=tried)
-
-
 def _knobs(names: Sequence[str]) -> list[Knob]:
     for name in names:
         if name not in KNOBS:
@@ -281,7 +181,7 @@ class Tune(JsonOption):
                 return {name: results[name] for name in names}
 
             alone = execute({_ALONE: replace(spec, setting=setting_of(_ALONE))})[_ALONE]
-            misses = most_misses(alone)
+            misses = most_misses(alone.summary)
 
             def run(specs: Mapping[str, RunSpec]) -> dict[str, Tried]:
                 tried = {name: replace(one, most_misses=misses) for name, one in specs.items()}
@@ -289,13 +189,13 @@ class Tune(JsonOption):
                 return {n: Tried(result=one, alone=alone.summary) for n, one in results.items()}
 
             swept = sweep(spec, knobs, run)
-            checks = _checked(spec, swept.spec, execute)
+            checks = _checked(spec, swept.best, execute)
         is_better = best_of(checks) == "chosen"
-        chosen = swept.spec if is_better else spec
+        chosen = swept.best if is_better else spec
         _print_tried(swept, spec)
         _print_checks(checks)
         changed = {knob.name: knob.of(chosen) for knob in knobs if knob.of(chosen) != knob.of(spec)}
-        print(_sentence(changed, was_rejected=not is_better and swept.spec != spec))
+        print(_sentence(changed, was_rejected=not is_better and swept.best != spec))
         config = _config_of(chosen)
         figures = {
             "config": self.out.name,
@@ -347,12 +247,12 @@ def _config_of(spec: RunSpec) -> str:
     return text
 
 
-def _print_tried(swept: Swept, before: RunSpec) -> None:
+def _print_tried(swept: Swept[RunSpec], before: RunSpec) -> None:
     table = Table("knob", "value", "both met %", "alone %", "offline tokens/s", "")
     for name, values in swept.tried.items():
         knob = KNOBS[name]
         for value, one in values.items():
-            note = "chosen" if value == knob.of(swept.spec) else ""
+            note = "chosen" if value == knob.of(swept.best) else ""
             if value == knob.of(before):
                 note = f"{note}, as it was".removeprefix(", ")
             table.add_row(knob.name, f"{value:g}", *_shown(one), note)

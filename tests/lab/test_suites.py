@@ -11,7 +11,8 @@ import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched import bench
 from cosched.errors import ConfigError
 from cosched.lab.page import Key, Page, read_page
-from cosched.lab.suite import read_suite, rows_of, suite_names
+from cosched.lab.suite import rows_of
+from cosched.lab.suite_file import read_suite, suite_names
 from tests.in_process import stay_in_process
 
 QUICK = Path(__file__).parents[2] / "docs" / "results" / "quick.md"
@@ -132,7 +133,7 @@ def test_a_page_is_written_resumed_and_keeps_rows_that_are_not_run_again(
     page, results = tmp_path / "small.md", tmp_path / "results"
     command = ["suite", str(small), "--write", str(page), "--results", str(results), "--quiet"]
     bench.main([*command, "--settings", "sarathi,s0"])
-    assert len(ran) == 4
+    assert len(ran) == 3, "chat alone is the same beside 10 and 20 requests"
     recorded = read_page(page).rows
     assert len(recorded) == 4
     cells = recorded[Key("few", "20", "sarathi")]
@@ -143,7 +144,7 @@ def test_a_page_is_written_resumed_and_keeps_rows_that_are_not_run_again(
 
     page.write_text(page.read_text().replace(cells["commit"], "earlier"))
     bench.main(command)
-    assert len(ran) == 6, "only what was not run yet"
+    assert len(ran) == 5, "only what was not run yet"
     now = read_page(page).rows
     assert len(now) == 6 and {row["commit"] for row in now.values()} == {cells["commit"]}
     page.write_text(page.read_text().replace(cells["commit"], "earlier"))

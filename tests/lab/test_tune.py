@@ -16,7 +16,8 @@ from cosched.lab import tune
 from cosched.lab.simulation.machine import Machine
 from cosched.lab.simulation.run import RunSpec, WorkloadSpec, execute
 from cosched.lab.simulation.setting import setting_of
-from cosched.lab.tune import KNOBS, LEAST_GAIN, TOLERANCE, sweep
+from cosched.lab.simulation.sweep import LEAST_GAIN, TOLERANCE, sweep
+from cosched.lab.tune import KNOBS
 from cosched.schedule.base import Budgets
 from tests.lab.simulation.specs import make_spec
 
@@ -58,7 +59,7 @@ def test_a_value_stays_where_it_serves_more_and_chat_as_well(gains, data):
 
     swept = sweep(SPEC, [*KNOBS.values()], run)
     assert len(asked) == len(set(asked)), "nothing is run twice"
-    (best,) = run({"best": swept.spec}).values()
+    (best,) = run({"best": swept.best}).values()
     (before,) = run({"before": SPEC}).values()
     if 1 - before.attainment <= TOLERANCE:
         assert 1 - best.attainment <= TOLERANCE
@@ -66,8 +67,8 @@ def test_a_value_stays_where_it_serves_more_and_chat_as_well(gains, data):
     else:
         assert best.attainment >= before.attainment
     for name, knob in KNOBS.items():
-        if knob.of(swept.spec) != knob.of(SPEC) and 1 - before.attainment <= TOLERANCE:
-            now = swept.tried[name][knob.of(swept.spec)].offline_tokens_per_s
+        if knob.of(swept.best) != knob.of(SPEC) and 1 - before.attainment <= TOLERANCE:
+            now = swept.tried[name][knob.of(swept.best)].offline_tokens_per_s
             assert now > (1 + LEAST_GAIN) * swept.tried[name][knob.of(SPEC)].offline_tokens_per_s
 
 

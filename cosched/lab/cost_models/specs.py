@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from cosched.errors import ConfigError, choices
@@ -295,6 +295,10 @@ MODELS: Mapping[str, ModelSpec] = {
         _model("Qwen2.5-14B", 48, 5120, 13824, 40, 8, 152064),
         _model("Mistral-7B", 32, 4096, 14336, 32, 8, 32768),
         _model("Yi-34B", 60, 7168, 20480, 56, 8, 64000),
+        replace(
+            _model("Qwen3-30B-A3B", 48, 2048, 6144, 32, 4, 151936),
+            experts=Experts(number=128, per_token=8, intermediate=768),
+        ),
     )
 }
 

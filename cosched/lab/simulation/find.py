@@ -58,6 +58,17 @@ def _with_rate(spec: RunSpec, rate: float) -> RunSpec:
     return replace(spec, online=replace(_online(spec), rate=rate))
 
 
+def _sessions(spec: RunSpec) -> int:
+    number = _online(spec).num_sessions
+    if number is None:
+        raise ConfigError("this question starts from a number of sessions: name --online-sessions")
+    return number
+
+
+def _with_sessions(spec: RunSpec, number: float) -> RunSpec:
+    return replace(spec, online=replace(_online(spec), num_sessions=int(number)))
+
+
 def _with_cap(spec: RunSpec, cap: float) -> RunSpec:
     return replace(spec, setting=replace(spec.setting, client=OfflineClient.CAP), cap=int(cap))
 
@@ -87,6 +98,11 @@ QUESTIONS: Mapping[str, Question] = {
         at=_with_rate,
         bounds=lambda spec: (_rate(spec) / 16, _rate(spec) * 16),
         is_integer=False,
+    ),
+    "max-online-sessions": Question(
+        unit="sessions",
+        at=_with_sessions,
+        bounds=lambda spec: (1.0, 16.0 * _sessions(spec)),
     ),
 }
 

@@ -23,18 +23,21 @@ def execute_all(
     specs: Sequence[RunSpec], *, num_jobs: int, store: ResultStore | None = None
 ) -> Iterator[tuple[int, RunResult]]:
     """Execute all, at most `num_jobs` at a time; yields (index, result) as they end. Results that
-    `store` has are not computed again, and new ones are put there. Raises the error of a run."""
-    left: list[int] = []
+    `store` has are not computed again, and new ones are put there; equal ones run once. Raises the
+    error of a run."""
+    left: dict[str, list[int]] = {}
     for index, spec in enumerate(specs):
         result = None if store is None else store.get(spec)
         if result is None:
-            left.append(index)
+            left.setdefault(repr(spec), []).append(index)
         else:
             yield index, result
-    for number, result in in_processes([specs[index] for index in left], num_jobs=num_jobs):
+    equal = list(left.values())
+    for number, result in in_processes([specs[index] for index, *_ in equal], num_jobs=num_jobs):
         if store is not None:
             store.put(result)
-        yield left[number], result
+        for index in equal[number]:
+            yield index, result
 
 
 def in_processes(specs: Sequence[RunSpec], *, num_jobs: int) -> Iterator[tuple[int, RunResult]]:
