@@ -144,7 +144,13 @@ def test_a_real_search_meets_its_goals_and_the_next_value_does_not(monkeypatch):
 def test_bad_questions_are_refused_before_anything_runs(question, arguments, message):
     with pytest.raises(ConfigError, match=message):
         find(question, make_spec("s0", online=None), **arguments)
-    assert set(QUESTIONS) == {"min-kv", "min-gpus", "max-offline", "max-online-rate"}
+    assert set(QUESTIONS) == {
+        "min-kv",
+        "min-gpus",
+        "max-offline",
+        "max-online-rate",
+        "max-online-sessions",
+    }
 
 
 def test_a_question_is_answered_by_simulations(monkeypatch):
