@@ -34,7 +34,7 @@ With machines each scenario is run on each of them, under the name MACHINE/SCENA
 A setting with a search is run with the best values of a few (`cosched.lab.simulation.sweep`), one
 option after another, beginning with the first value of each:
 
-    [settings."stock, tuned"]
+    [settings."tuned stock"]
     policy = "s1"
     search = { chunked-prefill-size = [2048, 512], mixed-chunk = [true, false] }
 
