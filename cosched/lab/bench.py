@@ -6,7 +6,7 @@ and names those that no longer hold. `run` compares settings on one workload, `l
 running server. Every command prints a table and, as its last line, one JSON object.
 
     cosched bench suite quick
-    cosched bench suite yardstick --scenarios i,iii --data-dir DIR --write yardstick.md
+    cosched bench suite yardstick --scenarios 'h100-8b/*' --data-dir DIR --write yardstick.md
     cosched bench check quick
     cosched bench run --settings s0,hygen,cosched --online azure-like --offline documents
     cosched bench live --base-url http://127.0.0.1:30000 --online azure-like ...

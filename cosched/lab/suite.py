@@ -28,7 +28,7 @@ class Row:
     """One line of a table: a setting in a scenario, with each seed.
 
     value   of the option that the scenario varies
-    specs   one per seed; until the search is over, with the options where it begins
+    specs   one per seed; until the search is over, without its options
     search  for the best options
     chosen  the options that it found
     """
@@ -76,14 +76,13 @@ def rows_of(
     rows = []
     for name in names or grid:
         for value, options in grid[name].cases():
-            for setting in settings or suite.settings:
-                if not suite.settings[setting].is_of(name):
+            for setting in suite.settings_of(name):
+                if settings and setting not in settings:
                     continue
                 place = _Place(suite, name, options, data_dir)
                 try:
                     search = _search(place, setting)
-                    start = search.start if search is not None else {}
-                    spec = place.spec(setting, start)
+                    spec = place.spec(setting, {})
                 except ConfigError as error:
                     raise ConfigError(f"{name}, {setting}: {error}") from None
                 seeds = range(spec.seed, spec.seed + (num_seeds or suite.seeds))
@@ -159,7 +158,7 @@ class Search:
 
     dials: tuple[_Dial, ...]
     at: Callable[[Options], RunSpec]
-    alone: RunSpec
+    alone: Callable[[], RunSpec]
     trial: Callable[[Options], RunSpec]
 
     @property
@@ -172,7 +171,7 @@ class Search:
 
     def best(self, execute: Callable[[Sequence[RunSpec]], list[RunResult]]) -> Options:
         """`execute` runs specifications side by side."""
-        (alone,) = execute([self.alone])
+        (alone,) = execute([self.alone()])
         misses = most_misses(alone.summary)
 
         def tried(points: Mapping[str, Options]) -> dict[str, Tried]:
@@ -207,12 +206,14 @@ def _search(place: _Place, setting: str) -> Search | None:
     how = place.suite.search
     if not values or how is None:
         return None
-    return Search(
+    search = Search(
         dials=tuple(_Dial(name, tuple(some)) for name, some in values.items()),
         at=partial(place.spec, setting),
-        alone=place.spec(how.alone, how.options),
+        alone=partial(place.spec, how.alone, how.options),
         trial=lambda options: place.spec(setting, {**options, **how.options}),
     )
+    _parsed(*as_arguments({**search.start, **how.options}))  # wrong ones are errors before any run
+    return search
 
 
 class _Place(NamedTuple):

@@ -66,16 +66,18 @@ Options = dict[str, Option]
 class SuiteScenario(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """A workload and a machine.
 
-    options  of `cosched.simulate`, without the dashes; at most one of them is a list of values
-    cheap    each run takes seconds, on generated requests and the roofline cost model, whether or
-             not there is a data folder: `bench check` repeats these rows
-    jct      deadlines of online requests (EcoServe §4)
+    options   of `cosched.simulate`, without the dashes; at most one of them is a list of values
+    cheap     each run takes seconds, on generated requests and the roofline cost model, whether or
+              not there is a data folder: `bench check` repeats these rows
+    jct       deadlines of online requests (EcoServe §4)
+    settings  that are run in it; default: all
     """
 
     title: str = ""
     options: dict[str, Option | list[Option]] = {}
     cheap: bool = False
     jct: JctTarget | None = None
+    settings: tuple[str, ...] = ()
 
     def cases(self) -> Iterator[tuple[Option | None, Options]]:
         """(value of the varied option or None, options) of each run."""
@@ -148,9 +150,6 @@ class SuiteSetting(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     config: dict[str, Any] = {}
     only: tuple[str, ...] = ()
     search: dict[str, list[Option]] = {}
-
-    def is_of(self, scenario: str) -> bool:
-        return not self.only or any(fnmatchcase(scenario, pattern) for pattern in self.only)
 
 
 class Keeps(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -240,6 +239,7 @@ class SuiteFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
         settings |= {target.keeps.of for target in self.targets if target.keeps}
         settings |= {one for one in (self.search and self.search.alone,) if one}
         settings |= {self.beside.setting} if self.beside else set()
+        settings |= {s for scenario in self.scenarios.values() for s in scenario.settings}
         check_known("setting", settings, self.settings)
         check_known("column", self.columns, {**COLUMNS, **self.ratios})
         named = [target.column for target in self.targets]
@@ -255,6 +255,16 @@ class SuiteFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     def measured(self) -> tuple[str, ...]:
         """Columns that runs give."""
         return tuple(name for name in self.columns if name not in self.ratios)
+
+    def settings_of(self, scenario: str) -> list[str]:
+        """Those that are run in a scenario of the grid."""
+        wanted = self.grid[scenario].settings
+        return [
+            name
+            for name, setting in self.settings.items()
+            if (not wanted or name in wanted)
+            and (not setting.only or any(fnmatchcase(scenario, one) for one in setting.only))
+        ]
 
     @property
     def grid(self) -> dict[str, SuiteScenario]:

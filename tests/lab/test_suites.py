@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched import bench
 from cosched.errors import ConfigError
-from cosched.lab.page import Key, Page, read_page
+from cosched.lab.metrics.job import JobSummary
+from cosched.lab.metrics.summary import summarize
+from cosched.lab.page import Key, Page, cells_of, read_page
 from cosched.lab.suite import rows_of
 from cosched.lab.suite_file import read_suite, suite_names
 from tests.in_process import stay_in_process
@@ -95,6 +99,7 @@ def test_every_suite_names_known_options_policies_and_columns(name, tmp_path):
         ("kv-tokens = 20000", "kv-tokens = 0", "for --kv-tokens. Must be >= 1"),
         ("latency_budget_ms", "latency_bujet_ms", "few, hygen, budget: --cosched-config: "),
         ('policy = "hygen"', 'policy = "hygien"', "unknown setting 'hygien'"),
+        ("[settings.s0]", "[settings.s0]\nsearch.overlap = [true]", "but the suite has not"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_named_before_anything_runs(small, old, new, said):
@@ -150,6 +155,9 @@ def test_a_page_is_written_resumed_and_keeps_rows_that_are_not_run_again(
     page.write_text(page.read_text().replace(cells["commit"], "earlier"))
     bench.main([*command, "--settings", "s0"])
     commits = {key.setting: row["commit"] for key, row in read_page(page).rows.items()}
+    kept = page.read_text()
+    bench.main([*command, "--missing", "--seeds", "2"])
+    assert len(ran) == 5 and page.read_text() == kept, "the page has all rows"
     assert commits == {"sarathi": "earlier", "hygen, budget": "earlier", "s0": cells["commit"]}
     text = page.read_text()
     assert "`hygen, budget`: job done s ≤ 1.5 times the best of `sarathi` | few 10 (" in text
@@ -198,6 +206,142 @@ def test_targets_are_bounds_by_case():
     text = page.text(suite, "command")
     assert "times the best of `hygen`, `echo-bs+e+s`, `bros` |  | questions (1.2) |" in text
     assert "both met % ≥ 95 | questions (99) |  |" in text
+
+
+CARDS = """
+title = "Cards"
+about = "Two cards."
+columns = ["both met %", "job done s", "% of offline-only", "TPOT p50 ms"]
+options = { online = "alpaca", online-rate = 6, kv-tokens = 20000, duration = 4 }
+beside = { setting = "s0", columns = ["TPOT p50 ms"] }
+spread = "range"
+
+[machines.old]
+title = "An old card"
+options = { gpu = "A100-80" }
+scenarios.few = { offline-requests = 10 }
+[machines.new]
+options = { gpu = "H100" }
+
+[scenarios.few]
+title = "few requests"
+options = { offline = "bros-offline", offline-requests = 40 }
+[scenarios.many]
+options = { offline = "bros-offline", offline-requests = 90 }
+settings = ["s0", "tuned"]
+
+[settings.s0]
+[settings.offline-fcfs]
+only = ["old/*"]
+[settings.tuned]
+policy = "s1"
+search = { chunked-prefill-size = [2048, 512], mixed-chunk = [true, false] }
+[settings.cosched]
+
+[search]
+alone = "s0"
+options = { duration = 2 }
+
+[ratios."% of offline-only"]
+column = "job done s"
+of = ["offline-fcfs"]
+
+[[targets]]
+setting = "cosched"
+column = "job done s"
+overall = true
+at_most = 0.9
+of = ["tuned", "offline-fcfs"]
+keeps = { column = "both met %", of = "s0", within = 1 }
+"""
+
+
+@pytest.fixture
+def cards(tmp_path):
+    path = tmp_path / "cards.toml"
+    path.write_text(CARDS)
+    return read_suite(str(path))
+
+
+def test_each_scenario_is_run_on_each_machine(cards):
+    rows = {(row.scenario, row.setting): row.specs[0] for row in rows_of(cards)}
+    assert [name for name, setting in rows if setting == "s0"] == [
+        *("old/few", "old/many", "new/few", "new/many")
+    ]
+    sizes = {name: spec.offline.num_requests for (name, s), spec in rows.items() if s == "tuned"}
+    assert sizes == {"old/few": 10, "old/many": 90, "new/few": 40, "new/many": 90}
+    assert rows["new/many", "tuned"].machine.gpu == "H100"
+    assert ("old/few", "offline-fcfs") in rows and ("new/few", "offline-fcfs") not in rows
+    assert ("old/many", "cosched") not in rows
+    assert rows["old/few", "s0"] == rows["old/many", "s0"], "chat alone is one run"
+    some = rows_of(cards, scenarios=["new/*"], settings=["s0"])
+    assert [row.scenario for row in some] == ["new/few", "new/many"]
+    with pytest.raises(ConfigError, match=r"unknown scenario 'n/\*'; choose from new/few, "):
+        rows_of(cards, scenarios=["n/*"])
+
+
+def test_a_search_keeps_chat_in_time_and_then_serves_most_offline_work(cards):
+    (row,) = rows_of(cards, scenarios=["old/few"], settings=["tuned"])
+    ran = []
+
+    def execute(specs):
+        ran.extend(specs)
+        return [result_of(spec) for spec in specs]
+
+    def result_of(spec):
+        machine = spec.machine
+        is_slow = spec.setting.has_offline and machine.chunk_tokens == 2048
+        joint = SimpleNamespace(ratio=0.5 if is_slow else 1.0, num_met=100, num_missed=0)
+        online = SimpleNamespace(attainment=SimpleNamespace(joint=joint))
+        offline = SimpleNamespace(tokens_per_s=900 if machine.mixed_chunk else 1000)
+        summary = SimpleNamespace(online=online, offline=offline)
+        return SimpleNamespace(summary=summary, gave_up=is_slow)
+
+    assert row.search.best(execute) == {"chunked-prefill-size": 512, "mixed-chunk": False}
+    assert len(ran) == row.search.num_runs and {spec.duration_s for spec in ran} == {2.0}
+    assert ran[0].offline is None and {spec.most_misses for spec in ran[1:]} == {1}
+    chosen = row.search.at({"chunked-prefill-size": 512, "mixed-chunk": False})
+    assert chosen.duration_s == 4.0 and chosen.machine.chunk_tokens == 512
+
+
+def test_a_page_compares_rows_and_stays_the_same_when_it_is_read_again(cards, tmp_path):
+    def row(met, done, pace):
+        cells = {"both met %": met, "job done s": done, "TPOT p50 ms": pace}
+        return {name: cell for name, cell in cells.items() if cell}
+
+    page = Page(
+        {
+            Key("old/few", "", "s0"): row("99.0", "", "8.0 (7.9 to 8.1)"),
+            Key("old/few", "", "offline-fcfs"): row("", "50.0", ""),
+            Key("old/few", "", "tuned"): row("97.0", "60.0", "30.0"),
+            Key("old/few", "", "cosched"): row("98.5", "80.0", "20.0"),
+            Key("new/few", "", "s0"): row("99.0", "", "4.0"),
+            Key("new/few", "", "tuned"): row("98.5", "90.0", "30.0")
+            | {"chosen": "mixed-chunk True"},
+            Key("new/few", "", "cosched"): row("98.5", "> 45", "20.0"),
+        }
+    )
+    text = page.text(cards, "command")
+    assert "## old/few: An old card, few requests" in text
+    assert "| `cosched` | 98.5 | 80.0 | 62 | 20.0 / 8.0 |" in text
+    # On the old card the tuned row does not keep chat in time, so it is no other to beat.
+    assert "`offline-fcfs` with both met % at least that of `s0` - 1 | all (0.5) |" in text
+    assert "| `tuned` | 0.750 |  | 0.750 | 0 of 1 |" in text
+    path = tmp_path / "page.md"
+    path.write_text(text)
+    again = read_page(path)
+    assert again.text(cards, "command") == text
+    assert again.rows[Key("new/few", "", "cosched")]["TPOT p50 ms"] == "20.0"
+    assert again.rows[Key("new/few", "", "tuned")]["chosen"] == "mixed-chunk True"
+
+
+def test_several_seeds_show_their_mean_and_range(small):
+    row, *_ = rows_of(read_suite(str(small)), settings=["s0"])
+    outcomes = [SimpleNamespace(spec=replace(row.specs[0], seed=seed)) for seed in range(3)]
+    for one, done in zip(outcomes, (80.0, 82.0, 90.0), strict=True):
+        one.summary = replace(summarize([]), job=JobSummary(num_lines=1, makespan_s=done))
+    cells = cells_of(["job done s"], outcomes, spread="range")
+    assert cells["job done s"] == "84.0 (80.0 to 90.0)" and cells["seeds"] == "0-2"
 
 
 def test_columns_are_drawn_against_the_varied_option(small, tmp_path):

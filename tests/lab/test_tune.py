@@ -16,7 +16,7 @@ from cosched.lab import tune
 from cosched.lab.simulation.machine import Machine
 from cosched.lab.simulation.run import RunSpec, WorkloadSpec, execute
 from cosched.lab.simulation.setting import setting_of
-from cosched.lab.simulation.sweep import LEAST_GAIN, TOLERANCE, sweep
+from cosched.lab.simulation.sweep import LEAST_GAIN, TOLERANCE, best_of, sweep
 from cosched.lab.tune import KNOBS
 from cosched.schedule.base import Budgets
 from tests.lab.simulation.specs import make_spec
@@ -70,6 +70,20 @@ def test_a_value_stays_where_it_serves_more_and_chat_as_well(gains, data):
         if knob.of(swept.best) != knob.of(SPEC) and 1 - before.attainment <= TOLERANCE:
             now = swept.tried[name][knob.of(swept.best)].offline_tokens_per_s
             assert now > (1 + LEAST_GAIN) * swept.tried[name][knob.of(SPEC)].offline_tokens_per_s
+
+
+def test_where_none_keeps_chat_in_time_the_one_that_held_out_longest_is_best():
+    def tried(attainment, *, gave_up):
+        return SimpleNamespace(
+            attainment=attainment,
+            baseline_attainment=1.0,
+            offline_tokens_per_s=1.0,
+            gave_up=gave_up,
+        )
+
+    some = {"first": tried(0.2, gave_up=True), "later": tried(0.9, gave_up=True)}
+    assert best_of(some) == "later"
+    assert best_of(some | {"to the end": tried(0.9, gave_up=False)}) == "to the end"
 
 
 def arguments(folder, *more, knobs="chunk_tokens"):
