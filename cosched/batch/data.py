@@ -142,7 +142,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewLine(Line):
-    """`prefix_key`: see `cosched.batch.ingest.prefix_key`."""
+    """`prefix_key`: see `cosched.batch.jsonl.prefix_order.text_key`."""
 
     prefix_key: bytes
 

@@ -233,6 +233,8 @@ class Database:
                     "pip install 'cosched[postgres]'"
                 ) from None
         else:
+            if made.database is None:  # in memory: of one connection, so of one thread
+                options = {"hide_parameters": True, "poolclass": sa.StaticPool}
             self._engine = sa.create_engine(made, **options)
             sa.event.listen(self._engine, "connect", _prepare_sqlite)
             sa.event.listen(self._engine, "begin", lambda it: it.exec_driver_sql("BEGIN"))

@@ -17,15 +17,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, BinaryIO
 
+from cosched.batch.claims import Claims, Here
 from cosched.batch.config import BatchesConfig
 from cosched.batch.data import WITH_LINES, Batch, Finished, Status
 from cosched.batch.errors import Redaction, StoreUnavailableError
 from cosched.batch.files import FileStore
-from cosched.batch.forecast import Demand, Forecast, Outlook, forecasts_of, outlooks_of, shares
+from cosched.batch.forecast import Forecast, Outlook, forecasts_of, outlooks_of
 from cosched.batch.ingest import LineRules, ServedModels, ValidationTurns, validate
 from cosched.batch.jsonl.client import Client
 from cosched.batch.jsonl.lines import BadLine, RequestLine
 from cosched.batch.jsonl.records import Answer, Failure
+from cosched.batch.leases import Claim
 from cosched.batch.rate import Ended, Progress, Rate, RateMeter, past_rate
 from cosched.batch.storage import FailureLog, FilesUnavailableError
 from cosched.batch.store import BatchStore, records_of
@@ -40,8 +42,6 @@ _INTERNAL_ERROR = Failure(
 )
 _STEP_S = 1.0
 """Between two steps when nothing happens: windows may have ended."""
-_BEGUN_S = 3.0
-"""In which a server takes no more than its part of a batch: the others look once in a step."""
 _PROGRESS_S = 2.0
 """Between two requests for the progress of the schedulers."""
 _SWEEP_S = 60.0
@@ -51,11 +51,8 @@ _MAX_BYTES = 256 << 20
 _CLOSED_PER_TRANSACTION = 500
 _MIN_DEADLINE_S = 1.0
 _BEATS_PER_LEASE = 3
-_MAX_AHEAD = 512
 _PAST_BATCHES = 8
 _NUM_THREADS, _THREADS_PER_WORK = 6, 2
-_SHARES_AHEAD = 4
-"""On a shared store a server sets aside a quarter of its part of what is left: all end together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +96,7 @@ class Feeder:
         self._config = config
         self._keys = keys
         self._rules = LineRules(config, scope=scope)
+        self._claims = Claims(store, config, keys.share)
         self._redaction = Redaction([] if config.folder is None else [config.folder])
         self._name = secrets.token_hex(8)
         self.num_servers = 1
@@ -337,40 +335,26 @@ class Feeder:
         return self._store.end(name, self._files.write_results(name))
 
     async def _refill(self, found: Sequence[Batch]) -> None:
-        if not found or self.num_in_flight > self._config.low_watermark:
+        found = [batch for batch in found if self._keys.may_have_batches(batch.owner)]
+        if not found or not self._claims.are_due(self.num_in_flight):
             return
-        demands = []
-        taken = await self._run("step", self._store.num_taken)
-        for batch in found:
-            if not self._keys.may_have_batches(batch.owner):
-                continue
-            num_here = len(self._in_flight.get(batch.id, ()))
-            num_in_flight = max(num_here, taken.get(batch.id, 0))
-            num_waiting = batch.num_left - num_in_flight
-            if self._store.now() - batch.times[Status.IN_PROGRESS] < _BEGUN_S:
-                part = math.ceil(batch.num_left / self.num_servers)
-                num_waiting = min(num_waiting, part - num_here)
-            demands.append(
-                Demand(
-                    batch_id=batch.id,
-                    share=self._keys.share(batch.owner, batch.tenant),
-                    num_in_flight=num_in_flight,
-                    num_waiting=num_waiting,
-                    due=batch.expires_at if self._is_late(batch) else None,
-                )
-            )
+        here = Here(
+            in_flight={name: len(some) for name, some in self._in_flight.items()},
+            num_servers=self.num_servers,
+            late={batch.id for batch in found if self._is_late(batch)},
+        )
         by_id = {batch.id: batch for batch in found}
+        claims = await self._run("step", self._claims.next, found, here)
         await self._update_models()
         away: FilesUnavailableError | None = None
-        num_free = self._config.high_watermark - self.num_in_flight
-        for name, limit in shares(demands, num_free=num_free).items():
-            batch = by_id[name]
+        for claim in claims:
+            batch = by_id[claim.batch_id]
             in_flight = [one for some in self._in_flight.values() for one in some.values()]
             max_bytes = _MAX_BYTES - sum(one.num_bytes for one in in_flight)
             if max_bytes <= 0:
                 return
             try:
-                lines = await self._run("step", self._take, batch, limit, max_bytes)
+                lines = await self._run("step", self._take, batch, claim, max_bytes)
             except FilesUnavailableError as error:
                 away = error  # files of other batches may be copied here already
                 continue
@@ -397,20 +381,15 @@ class Feeder:
         deadline_s = forecast.line_deadline_s(ahead, margin_s=self._config.late_margin_s)
         return min(max(deadline_s, _MIN_DEADLINE_S), left_s)
 
-    def _take(self, batch: Batch, limit: int, max_bytes: int) -> list[RequestLine | BadLine]:
+    def _take(self, batch: Batch, claim: Claim, max_bytes: int) -> list[RequestLine | BadLine]:
         """Take lines of a batch and read them. FilesUnavailableError; then none is taken."""
-        num_ahead = 0
-        if self.num_servers > 1:
-            num_ahead = min(batch.num_left // (_SHARES_AHEAD * self.num_servers), _MAX_AHEAD)
         with ExitStack() as stack:
             content: BinaryIO | OSError
             try:
                 content = stack.enter_context(self._files.open(batch.input_file_id))
             except OSError as error:
                 content = error
-            taken = self._store.take(
-                batch.id, limit=limit, max_bytes=max_bytes, server=self._name, num_ahead=num_ahead
-            )
+            taken = self._store.take(claim, max_bytes=max_bytes, server=self._name)
             return self._rules.read(taken, content)
 
     async def _answer(self, batch: Batch, line: RequestLine | BadLine) -> None:
@@ -458,7 +437,7 @@ class Feeder:
                 self.failures.add(error, "cannot write results")
                 await asyncio.sleep(_RETRY_S)
                 self._has_finished.set()
-            if self.num_in_flight <= self._config.low_watermark:
+            if self._claims.are_due(self.num_in_flight):
                 self.wake()
 
     async def _flush(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 from typing import Any, BinaryIO
 
 import msgspec
@@ -22,44 +21,17 @@ from cosched.batch.jsonl.lines import (
     parse_line,
     raw_lines,
 )
+from cosched.batch.jsonl.prefix_order import prefix_key
 from cosched.batch.store import BatchStore
 from cosched.limits.bounds import ANY_MODEL, Scope
 
 MAX_FAULTS = 1000
 """Most faults that are reported of one file."""
-CHUNK_BYTES, MAX_CHUNKS = 256, 64
-"""Of the prompt, in a prefix key: 16 KiB."""
-_CHUNK_DIGEST_BYTES = 4
 _LINES_PER_PAGE = 500
 _BATCH_BYTES = 1 << 16
 """As which a batch counts beside its bytes, where keys take turns."""
 _ANY_MODEL_NAME = "default"
 """SGLang's name for the served model, whatever its name."""
-
-
-class _Prompt(msgspec.Struct):
-    """What chat templates put first, in this order, as raw JSON."""
-
-    tools: msgspec.Raw = msgspec.Raw()
-    instructions: msgspec.Raw = msgspec.Raw()
-    messages: msgspec.Raw = msgspec.Raw()
-    prompt: msgspec.Raw = msgspec.Raw()
-    input: msgspec.Raw = msgspec.Raw()
-    query: msgspec.Raw = msgspec.Raw()
-    items: msgspec.Raw = msgspec.Raw()
-    documents: msgspec.Raw = msgspec.Raw()
-
-
-def prefix_key(body: bytes) -> bytes:
-    """A short key for the JSON `body` of a request: in the order of their keys, prompts with a
-    common prefix are neighbours, as in a walk through their radix tree. Each chunk of the prompt
-    becomes four bytes."""
-    prompt = msgspec.json.decode(body, type=_Prompt)
-    text = b"".join(bytes(getattr(prompt, name)) for name in _Prompt.__struct_fields__)
-    return b"".join(
-        blake2b(text[start : start + CHUNK_BYTES], digest_size=_CHUNK_DIGEST_BYTES).digest()
-        for start in range(0, min(len(text), CHUNK_BYTES * MAX_CHUNKS), CHUNK_BYTES)
-    )
 
 
 class _Card(msgspec.Struct):

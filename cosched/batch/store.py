@@ -24,11 +24,11 @@ from cosched.batch.errors import CLOSED, ApiError, not_found, unsent
 from cosched.batch.files import new_id
 from cosched.batch.jsonl.lines import RequestLine
 from cosched.batch.jsonl.records import RecordWriter
+from cosched.batch.leases import LEASED_STATES, Claim, Leases, mark, release
 from cosched.batch.quota import check_new_batch
 
 _NO_FILES: Mapping[bool, tuple[str, int]] = {}
 _SUMS = ("input_tokens", "output_tokens", "cached_tokens", "reasoning_tokens", "device_s")
-_LEASED_STATES = (LineState.WAITING, LineState.TAKEN)
 
 
 def records_of(batch_id: str) -> RecordWriter:
@@ -87,7 +87,7 @@ class BatchStore:
         connection.execute(servers.delete().where(servers.c.name.in_(dead)))
         found = sa.select(batches.c.seq).where(batches.c.status.in_(OPEN)).order_by(batches.c.id)
         for seq in connection.scalars(found.with_for_update()).all():
-            _release(connection, seq, lines.c.lease_owner.in_(dead))
+            release(connection, seq, lines.c.lease_owner.in_(dead))
         connection.execute(
             batches.update().where(batches.c.validated_by.in_(dead)).values(validated_by=None)
         )
@@ -225,44 +225,22 @@ class BatchStore:
                 connection.execute(lines.delete().where(lines.c.batch == row.seq))
                 self._move(connection, row, Status.FAILED, faults=list(map(asdict, faults)))
 
-    def take(
-        self, name: str, *, limit: int, max_bytes: int, server: str, num_ahead: int = 0
-    ) -> list[Line]:
-        """Lease waiting lines: at most `limit`, and after the first at most `max_bytes` together.
-        None of a batch that is not in progress.
-
-        In prefix order: first those set aside for this server, then free ones, of which `num_ahead`
-        more are set aside for its next call, so that one server takes lines with a common prefix.
-        If there are no others, the last of those set aside for other servers.
-        """
+    def take(self, claim: Claim, *, max_bytes: int, server: str) -> list[Line]:
+        """Lease waiting lines: at most `claim.limit`, and after the first at most `max_bytes`
+        together. None of a batch that is not in progress."""
         with self._database.write() as connection:
-            row = _row(connection, name)
+            row = _row(connection, claim.batch_id)
             if row.status != Status.IN_PROGRESS or not _is_alive(connection, server):
                 return []
-            owner = lines.c.lease_owner
-            found = _waiting(connection, row.seq, owner == server, limit=limit)
-            if len(found) < limit:
-                free_limit = limit - len(found) + num_ahead
-                found += _waiting(connection, row.seq, owner.is_(None), limit=free_limit)
-            if not found and self._database.is_shared:
-                found = _waiting(connection, row.seq, owner != server, limit=limit, is_last=True)
-            taken: list[Line] = []
-            num_bytes = 0
-            for line in found[:limit]:
-                num_bytes += line.num_bytes
-                if taken and num_bytes > max_bytes:
-                    break
-                taken.append(line)
-            ahead = found[len(taken) :] if num_ahead else []
-            for some, state in ((taken, LineState.TAKEN), (ahead, LineState.WAITING)):
-                _mark(connection, row.seq, [line.number for line in some], state, server)
-            return taken
+            leader = None if claim.leader is None else _row(connection, claim.leader).seq
+            found = Leases(connection, row.seq, server=server, leader=leader)
+            return found.take(claim, max_bytes=max_bytes, may_steal=self._database.is_shared)
 
     def release(self, name: str, *, server: str) -> None:
         """No line of the batch is in flight at this server any more."""
         with self._database.write() as connection:
             row = _row(connection, name, is_locked=True)
-            _release(connection, row.seq, lines.c.lease_owner == server)
+            release(connection, row.seq, lines.c.lease_owner == server)
 
     def finish(self, finished: Sequence[Finished]) -> int:
         """Keep the results of lines; how many. A line that has a result keeps it, and results of
@@ -394,7 +372,7 @@ class BatchStore:
         """Keep the first results of lines, which are done then."""
         if not kept:
             return
-        _mark(connection, seq, [one.number for one in kept], LineState.DONE, None)
+        mark(connection, seq, [one.number for one in kept], LineState.DONE, None)
         found = [(one.number, not one.is_answer, one.data) for one in kept]
         names = ("batch", "number", "is_errors", "data")
         rows = [dict(zip(names, (seq, *values), strict=True)) for values in found]
@@ -439,48 +417,8 @@ def _is_validated_by(row: Any, server: str) -> bool:
 
 
 def _is_done(connection: sa.Connection, seq: int) -> bool:
-    left = sa.select(lines.c.number).where(lines.c.batch == seq, lines.c.state.in_(_LEASED_STATES))
+    left = sa.select(lines.c.number).where(lines.c.batch == seq, lines.c.state.in_(LEASED_STATES))
     return connection.execute(left.limit(1)).first() is None
-
-
-def _waiting(
-    connection: sa.Connection,
-    seq: int,
-    of: sa.ColumnElement[bool],
-    *,
-    limit: int,
-    is_last: bool = False,
-) -> list[Line]:
-    """The first waiting lines, or the last ones, in prefix order. Lines that another server is
-    taking now are left out."""
-    # The owner makes PostgreSQL read along the index, where it would sort all free lines.
-    order: list[Any] = [lines.c.lease_owner, lines.c.prefix_key, lines.c.number]
-    query = (
-        sa.select(lines.c.number, lines.c.custom_id, lines.c.start, lines.c.num_bytes)
-        .where(lines.c.batch == seq, lines.c.state == LineState.WAITING, of)
-        .order_by(*([column.desc() for column in order] if is_last else order))
-        .limit(limit)
-        .with_for_update(skip_locked=True)
-    )
-    found = [Line(**row._mapping) for row in connection.execute(query)]
-    return found[::-1] if is_last else found
-
-
-def _mark(
-    connection: sa.Connection, seq: int, numbers: Sequence[int], state: int, owner: str | None
-) -> None:
-    if numbers:
-        which = lines.update().where(lines.c.batch == seq, lines.c.number.in_(numbers))
-        connection.execute(which.values(state=state, lease_owner=owner))
-
-
-def _release(connection: sa.Connection, seq: int, of: sa.ColumnElement[bool]) -> None:
-    """Free leased lines of a batch."""
-    connection.execute(
-        lines.update()
-        .where(lines.c.batch == seq, lines.c.state.in_(_LEASED_STATES), of)
-        .values(state=LineState.WAITING, lease_owner=None)
-    )
 
 
 def _batch_of(row: Any) -> Batch:

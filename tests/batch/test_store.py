@@ -29,6 +29,7 @@ from cosched.batch.errors import ApiError
 from cosched.batch.files import FileStore
 from cosched.batch.jsonl.lines import RequestLine
 from cosched.batch.jsonl.records import Answer, Failure
+from cosched.batch.leases import Claim
 from cosched.batch.storage import FolderStorage
 from cosched.batch.store import BatchStore, records_of
 from cosched.errors import ConfigError
@@ -188,13 +189,13 @@ class Machine(RuleBasedStateMachine):
         if name is None:
             return
         server = data.draw(st.sampled_from(self.names))
-        lines = self.store.take(
-            name,
+        claim = Claim(
+            batch_id=name,
             limit=limit,
-            max_bytes=10**6,
-            server=server,
             num_ahead=num_ahead if len(self.names) > 1 else 0,
+            leader=data.draw(st.none() | st.sampled_from([self.some(data, *Status)])),
         )
+        lines = self.store.take(claim, max_bytes=10**6, server=server)
         numbers = {line.number for line in lines}
         assert len(numbers) == len(lines)
         free = {n for n, code in self.model[name].items() if code is None} - set(self.taken[name])
@@ -376,7 +377,8 @@ def in_progress(store, lines, **changes):
 
 
 def take(store, name, limit=100, max_bytes=10**6, server="me", num_ahead=0):
-    lines = store.take(name, limit=limit, max_bytes=max_bytes, server=server, num_ahead=num_ahead)
+    claim = Claim(batch_id=name, limit=limit, num_ahead=num_ahead)
+    lines = store.take(claim, max_bytes=max_bytes, server=server)
     return [line.number for line in lines]
 
 
@@ -444,7 +446,7 @@ def test_any_text_is_kept_as_it_is(store, text):
     validate(store, name, [line], server="me")
     found = store.get(name)
     assert found.tenant == text and found.metadata == metadata
-    [line] = store.take(name, limit=1, max_bytes=1, server="me")
+    [line] = store.take(Claim(batch_id=name, limit=1), max_bytes=1, server="me")
     assert line.custom_id == text
     with pytest.raises(ApiError, match="no batch"):
         store.get(text)

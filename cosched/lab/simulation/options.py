@@ -96,6 +96,10 @@ class OnlineOptions:
 class OfflineOptions:
     name: Annotated[str | None, Parameter(name="--offline", metavar="NAME|FILE")] = None
     num_requests: Annotated[Count | None, Parameter(name="--offline-requests")] = None
+    client: Annotated[
+        Literal["feeder", "lines", "all"] | None, Parameter(name="--offline-client")
+    ] = None
+    num_batches: Annotated[Count, Parameter(name="--offline-batches")] = 1
     wave: Annotated[Count | None, Parameter(name="--offline-wave")] = None
     refill: Annotated[Count | None, Parameter(name="--offline-refill")] = None
 

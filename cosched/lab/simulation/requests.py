@@ -8,6 +8,10 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
+
+from cosched.batch.config import BatchesConfig
+from cosched.batch.jsonl.prefix_order import LINES_AT_SERVER, in_prefix_order
 from cosched.core.request import RequestClass, Slo
 from cosched.lab.metrics.records import RequestRecord
 from cosched.lab.metrics.slo import JctTarget, Verdict, judge, with_defaults
@@ -18,7 +22,9 @@ from cosched.lab.simulation.clients import (
     OpenLoopClient,
     WaveClient,
 )
+from cosched.lab.simulation.feeder_client import FeederClient, jobs_of, prompt_key
 from cosched.lab.simulation.setting import OfflineClient
+from cosched.policies import policy_entry
 from cosched_traces.catalogue import load_workload
 from cosched_traces.transform import busiest_window, replay_faster
 from cosched_traces.workload import TraceRequest
@@ -135,17 +141,42 @@ def _with_deadlines(
     return [replace(r, slo=with_defaults(r.slo, deadline(r))) for r in requests]
 
 
+def offline_client_of(spec: RunSpec) -> OfflineClient:
+    """The kind of client of the offline requests of a run. Stock scheduling has no batches."""
+    if spec.setting.client is not None:
+        return spec.setting.client
+    if spec.offline is not None and spec.offline.client is not None:
+        return OfflineClient(spec.offline.client)
+    is_stock = policy_entry(spec.setting.policy).make is None
+    return OfflineClient.ALL if is_stock else OfflineClient.FEEDER
+
+
 def offline_client(
     spec: RunSpec, offline: Sequence[TraceRequest], *, vocab_size: int = VOCAB_SIZE
 ) -> Source:
     """The client of the offline requests, in virtual time or live."""
-    match spec.setting.client:
+    kind, asked = offline_client_of(spec), spec.offline
+    if spec.setting.client is None and asked is not None:
+        if asked.wave:
+            return WaveClient(offline, size=asked.wave, vocab_size=vocab_size)
+        if asked.refill:
+            return ClosedLoopClient(offline, concurrency=asked.refill, vocab_size=vocab_size)
+    if any(request.arrival_s for request in offline) and kind in (
+        OfflineClient.FEEDER,
+        OfflineClient.LINES,
+    ):
+        kind = OfflineClient.ALL  # not one job: each is sent when the trace says so
+    match kind:
+        case OfflineClient.FEEDER:
+            return FeederClient(
+                jobs_of(offline, num_batches=1 if asked is None else asked.num_batches),
+                config=msgspec.convert(dict(spec.config).get("batches", {}), BatchesConfig),
+                vocab_size=vocab_size,
+            )
+        case OfflineClient.LINES:
+            ordered = list(in_prefix_order(offline, prompt_key, together=len(offline)))
+            return ClosedLoopClient(ordered, concurrency=LINES_AT_SERVER, vocab_size=vocab_size)
         case OfflineClient.ALL:
-            asked = spec.offline
-            if asked is not None and asked.wave:
-                return WaveClient(offline, size=asked.wave, vocab_size=vocab_size)
-            if asked is not None and asked.refill:
-                return ClosedLoopClient(offline, concurrency=asked.refill, vocab_size=vocab_size)
             return OpenLoopClient(offline, vocab_size=vocab_size)
         case OfflineClient.CAP:
             return ClosedLoopClient(offline, concurrency=spec.cap, vocab_size=vocab_size)

@@ -32,7 +32,12 @@ from cosched.lab.simulation.drafts import Acceptance
 from cosched.lab.simulation.host_time import host_time
 from cosched.lab.simulation.machine import Machine
 from cosched.lab.simulation.ranks import forked
-from cosched.lab.simulation.requests import is_missed, load_requests, offline_client
+from cosched.lab.simulation.requests import (
+    is_missed,
+    load_requests,
+    offline_client,
+    offline_client_of,
+)
 from cosched.lab.simulation.setting import Setting
 from cosched.lab.simulation.work import JobWork, job_work
 from cosched.policies import policy_entry
@@ -57,10 +62,14 @@ class WorkloadSpec:
     num_sessions   concurrent sessions, of a workload in sessions; a new one begins when one ends
     num_requests   size of the offline set
     peak_window_s  run only the busiest stretch of the online workload of this length [s]
-    wave           offline requests sent at once; the next follow when all of them have ended;
-                   default: the whole set at the start
-    refill         offline requests kept at the server: when one ends, the next is sent, as a job
-                   that never ends does
+    client         of the offline requests: the server's own feeder (feeder), ``cosched batch --via
+                   lines`` (lines), or the whole set at the start (all); default: feeder, with stock
+                   scheduling all
+    num_batches    batches of the feeder: their lines are those of the set in turn
+    wave           offline requests sent at once, in place of the client; the next follow when all
+                   of them have ended
+    refill         offline requests kept at the server, in place of the client: when one ends, the
+                   next of the set is sent
     tiers          tiers of the online requests: PRIORITY:PART:TTFT_MS:TPOT_MS of each, separated by
                    spaces; every session or request is of one, drawn by their parts. Without targets
                    (PRIORITY:PART) the server's hold
@@ -72,6 +81,8 @@ class WorkloadSpec:
     num_sessions: int | None = None
     num_requests: int | None = None
     peak_window_s: float | None = None
+    client: str | None = None
+    num_batches: int = 1
     wave: int | None = None
     refill: int | None = None
     faster: float = 1.0
@@ -172,6 +183,8 @@ class RunSpec:
         del described["data_dir"]
         del described["setting"]
         described["scenario"] = self.setting.name
+        if self.offline is not None:
+            described["offline"]["client"] = offline_client_of(self).value
         described["machine"] = self.machine.describe()
         described["cost"] |= asdict(self.cost.overheads(self.machine.gpu))
         described["cost"]["profile"] = self.cost.profile and Path(self.cost.profile).name

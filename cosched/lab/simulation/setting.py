@@ -15,11 +15,16 @@ from cosched.predict.fitted import PREDICTORS
 class OfflineClient(Enum):
     """The client of the offline requests.
 
-    ALL   sends all at the start
-    CAP   a gateway with a fixed number in flight
-    AIMD  a gateway that adapts that number to the missed targets of online requests
+    FEEDER  the server's own feeder: the set as batches in its store, of which a page of lines is at
+            the scheduler, in prefix order
+    LINES   ``cosched batch --via lines``: line by line in prefix order, many in flight
+    ALL     sends all at the start
+    CAP     a gateway with a fixed number in flight, in the order of the set
+    AIMD    a gateway that adapts that number to the missed targets of online requests
     """
 
+    FEEDER = "feeder"
+    LINES = "lines"
     ALL = "all"
     CAP = "cap"
     AIMD = "aimd"
@@ -30,6 +35,7 @@ class Setting:
     """A policy with its options.
 
     policy           ``sglang`` is stock
+    client           None: that of the run
     eviction         order of eviction (`KvConfig`); under stock scheduling SGLang's
                      ``--radix-eviction-policy``; None: that of the configuration
     predictor        of the policy (`Config.predictor`); None: that of the configuration
@@ -42,7 +48,7 @@ class Setting:
     policy: str
     has_online: bool = True
     has_offline: bool = True
-    client: OfflineClient = OfflineClient.ALL
+    client: OfflineClient | None = None
     eviction: str | None = None
     predictor: str | None = None
     schedule_policy: str | None = None

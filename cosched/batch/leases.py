@@ -1,0 +1,120 @@
+"""Which waiting lines of a batch a server gets: in prefix order, in step with other batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import sqlalchemy as sa
+
+from cosched.batch.data import Line
+from cosched.batch.database import LineState, lines
+
+LEASED_STATES = (LineState.WAITING, LineState.TAKEN)
+_IN_ORDER = (lines.c.lease_owner, lines.c.prefix_key, lines.c.number)
+"""The owner makes PostgreSQL read along the index, where it would sort all free lines."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """Lines that a server wants of a batch.
+
+    num_ahead  lines beyond the limit that are set aside for its next claim
+    leader     another batch of the tenant: lines at or behind the first of its lines at this server
+               come first, so that a document that both ask about is computed once
+    """
+
+    batch_id: str
+    limit: int
+    num_ahead: int = 0
+    leader: str | None = None
+
+
+class Leases:
+    """The lines of one batch in a transaction, for one server."""
+
+    def __init__(
+        self, connection: sa.Connection, seq: int, *, server: str, leader: int | None
+    ) -> None:
+        """seq, leader: `batches.seq`"""
+        self._connection = connection
+        self._seq = seq
+        self._server = server
+        self._leader = leader
+
+    def take(self, claim: Claim, *, max_bytes: int, may_steal: bool) -> list[Line]:
+        """In prefix order: first lines set aside for this server, then free ones, of which
+        `claim.num_ahead` more are set aside, so that one server takes lines with a common prefix.
+        may_steal: if there are no others, the last of those set aside for other servers."""
+        owner = lines.c.lease_owner
+        found: list[Line] = []
+        for span in self._spans():
+            for of, num_ahead in ((owner == self._server, 0), (owner.is_(None), claim.num_ahead)):
+                num_more = claim.limit - len(found)
+                if num_more > 0:
+                    found += self._waiting(sa.and_(of, span), limit=num_more + num_ahead)
+        if not found and may_steal:
+            found = self._waiting(owner != self._server, limit=claim.limit, is_last=True)
+        taken: list[Line] = []
+        num_bytes = 0
+        for line in found[: claim.limit]:
+            num_bytes += line.num_bytes
+            if taken and num_bytes > max_bytes:
+                break
+            taken.append(line)
+        ahead = found[len(taken) :] if claim.num_ahead else []
+        for some, state in ((taken, LineState.TAKEN), (ahead, LineState.WAITING)):
+            numbers = [line.number for line in some]
+            mark(self._connection, self._seq, numbers, state, self._server)
+        return taken
+
+    def _spans(self) -> Sequence[sa.ColumnElement[bool]]:
+        """The parts of the prefix order from which lines are taken, one after the other."""
+        first = None
+        if self._leader is not None:
+            key = (
+                sa.select(lines.c.prefix_key)
+                .where(
+                    lines.c.batch == self._leader,
+                    lines.c.state == LineState.TAKEN,
+                    lines.c.lease_owner == self._server,
+                )
+                .order_by(*_IN_ORDER)  # PostgreSQL has no min() of bytes
+                .limit(1)
+            )
+            first = self._connection.execute(key).scalar()
+        if first is None:
+            return [sa.true()]
+        return [lines.c.prefix_key >= first, lines.c.prefix_key < first]
+
+    def _waiting(
+        self, of: sa.ColumnElement[bool], *, limit: int, is_last: bool = False
+    ) -> list[Line]:
+        """The first waiting lines, or the last ones, in prefix order. Lines that another server is
+        taking now are left out."""
+        query = (
+            sa.select(lines.c.number, lines.c.custom_id, lines.c.start, lines.c.num_bytes)
+            .where(lines.c.batch == self._seq, lines.c.state == LineState.WAITING, of)
+            .order_by(*([column.desc() for column in _IN_ORDER] if is_last else _IN_ORDER))
+            .limit(limit)
+            .with_for_update(skip_locked=True)
+        )
+        found = [Line(**row._mapping) for row in self._connection.execute(query)]
+        return found[::-1] if is_last else found
+
+
+def mark(
+    connection: sa.Connection, seq: int, numbers: Sequence[int], state: int, owner: str | None
+) -> None:
+    if numbers:
+        which = lines.update().where(lines.c.batch == seq, lines.c.number.in_(numbers))
+        connection.execute(which.values(state=state, lease_owner=owner))
+
+
+def release(connection: sa.Connection, seq: int, of: sa.ColumnElement[bool]) -> None:
+    """Free leased lines of a batch."""
+    connection.execute(
+        lines.update()
+        .where(lines.c.batch == seq, lines.c.state.in_(LEASED_STATES), of)
+        .values(state=LineState.WAITING, lease_owner=None)
+    )
