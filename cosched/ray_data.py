@@ -31,7 +31,7 @@ from cosched.batch.jsonl.errors import JobFileError, ServerGoneError, first_erro
 from cosched.batch.jsonl.journal import AppendFile
 from cosched.batch.jsonl.lines import BadLine, RawLine, RequestLine, parse_line
 from cosched.batch.jsonl.parquet_decoder import COLUMNS, line_of
-from cosched.batch.jsonl.prefix_order import prefix_key
+from cosched.batch.jsonl.prefix_order import LINES_AT_SERVER, prefix_key
 from cosched.batch.jsonl.records import Answer, Outcome, record_of
 from cosched.cli import Count, JsonOption, new_app, run, whole
 from cosched.errors import ConfigError
@@ -60,7 +60,7 @@ def answer(
     *,
     replicas: Sequence[str],
     out: str,
-    in_flight: int = 256,
+    in_flight: int = LINES_AT_SERVER,
     lines_per_block: int = 2048,
     max_line_bytes: int = 16 << 20,
     max_wait_s: float = 60.0,
@@ -306,7 +306,7 @@ class RayData(JsonOption):
     """folder of the results"""
     base_url: Annotated[tuple[str, ...], Parameter(metavar="URL")]
     """a replica; may be given several times"""
-    in_flight: Annotated[int, whole(2)] = 256
+    in_flight: Annotated[int, whole(2)] = LINES_AT_SERVER
     """lines at a replica"""
     lines_per_block: Count = 2048
     """lines with a common beginning, for one replica"""

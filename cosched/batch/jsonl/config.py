@@ -7,6 +7,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from cosched.batch.jsonl.client import RetryRules
+from cosched.batch.jsonl.prefix_order import LINES_AT_SERVER
 from cosched.errors import ConfigError
 
 DEFAULT_BASE_URL = "http://127.0.0.1:30000"
@@ -42,8 +43,9 @@ class JobConfig:
     port              port of that server (default: a free one)
     start_timeout_s   how long that server may take to start
     server_flags      of that server
-    concurrency       requests at the server at a time. They wait in its offline pool: a large
-                      number lets it choose, for instance requests that share a prefix
+    concurrency       requests at the server at a time, in the order of their prefixes (with
+                      --ordered in parts of the file). They wait in its offline pool: a large number
+                      lets it choose
     timeout_s         a line fails if one try takes longer (default: no limit; offline requests
                       may wait for hours)
     max_wait_s        give up when the server has been unreachable for this long
@@ -63,7 +65,7 @@ class JobConfig:
     port: int | None = None
     start_timeout_s: float = 3600.0
     api_key: str | None = None
-    concurrency: int = 256  # enough for the server to choose from, few enough to repeat
+    concurrency: int = LINES_AT_SERVER
     ordered: bool = False
     overwrite: bool = False
     max_line_bytes: int = 16 << 20

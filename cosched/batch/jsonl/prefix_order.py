@@ -59,5 +59,5 @@ def in_prefix_order(
 ) -> Iterator[_T]:
     """The items, sorted within each `together` of them; equal ones stay in their order."""
     left = iter(items)
-    while some := list(islice(left, together)):
+    while some := list(islice(left, max(together, 1))):
         yield from sorted(some, key=key)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
@@ -13,6 +13,7 @@ from cosched.batch.jsonl.client import Client
 from cosched.batch.jsonl.errors import first_error
 from cosched.batch.jsonl.journal import Journal
 from cosched.batch.jsonl.lines import BadLine, RequestLine
+from cosched.batch.jsonl.prefix_order import SORTED_TOGETHER, in_prefix_order, prefix_key
 from cosched.batch.jsonl.records import Answer, Failure, Outcome, Record
 from cosched.batch.jsonl.report import Snapshot
 from cosched.batch.jsonl.server import OwnServer, RunningServer
@@ -20,6 +21,7 @@ from cosched.batch.jsonl.source import Source
 
 _MAX_SENDING_BYTES = 256 << 20  # 256 requests of 16 MiB would be 4 GiB
 _ORDERED_WINDOW = 4  # times the concurrency: how far an ordered job may run ahead of its output
+_MAX_SORTED_BYTES = 64 << 20
 _SHOW_EVERY_S = 0.5
 _SYNC_EVERY_S = 5.0
 
@@ -77,6 +79,7 @@ class Job:
         self._max_line_bytes = max_line_bytes
         self._show = show
         self._sink = OrderedSink(self._write) if ordered else None
+        self._most_sorted = min(max(concurrency * _ORDERED_WINDOW // 2, 1), SORTED_TOGETHER)
         self._window = Window(
             max_sending=concurrency,
             max_unwritten=concurrency * (_ORDERED_WINDOW if ordered else 1),
@@ -103,28 +106,52 @@ class Job:
         self._source.check_unchanged()
 
     async def _feed(self, sends: asyncio.TaskGroup) -> None:
-        positions = itertools.count()
         is_ready = False  # a job that has nothing left to send needs no server
+        async with aclosing(self._lines() if self._sink is None else self._windows()) as lines:
+            async for position, line in lines:
+                num_bytes = len(line.body) if isinstance(line, RequestLine) else 0
+                if num_bytes and not is_ready:
+                    await self._server.ready()
+                    is_ready = True
+                await self._window.enter(num_bytes)
+                if isinstance(line, RequestLine):
+                    sends.create_task(self._send(line, position))
+                else:
+                    self._window.sent(0)
+                    self._put(position, line, line)
+
+    async def _lines(self) -> AsyncGenerator[tuple[int, RequestLine | BadLine], None]:
+        """What is to be sent, in prefix order, with a place that has no meaning."""
+        found = self._source.lines_in_prefix_order(
+            max_line_bytes=self._max_line_bytes, done=self._journal.done
+        )
+        async with aclosing(found) as lines:
+            async for line in lines:
+                if line is None:
+                    self.counts.num_empty += 1
+                else:
+                    yield 0, line
+
+    async def _windows(self) -> AsyncGenerator[tuple[int, RequestLine | BadLine], None]:
+        """What is to be sent, with its place in the output: in prefix order within so many lines
+        that the output waits for half of what it may."""
+        held: list[tuple[int, RequestLine | BadLine]] = []
+        positions, num_bytes = itertools.count(), 0
         async with aclosing(
             self._source.checked_lines(max_line_bytes=self._max_line_bytes)
         ) as lines:
             async for line in lines:
                 if line is None:
                     self.counts.num_empty += 1
-                    continue
-                if line.number in self._journal.done:
-                    continue
-                num_bytes = len(line.body) if isinstance(line, RequestLine) else 0
-                if num_bytes and not is_ready:
-                    await self._server.ready()
-                    is_ready = True
-                await self._window.enter(num_bytes)
-                position = next(positions)
-                if isinstance(line, RequestLine):
-                    sends.create_task(self._send(line, position))
-                else:
-                    self._window.sent(0)
-                    self._put(position, line, line)
+                elif line.number not in self._journal.done:
+                    held.append((next(positions), line))
+                    num_bytes += len(line.body) if isinstance(line, RequestLine) else 0
+                    if len(held) >= self._most_sorted or num_bytes >= _MAX_SORTED_BYTES:
+                        for one in in_prefix_order(held, _key_of):
+                            yield one
+                        held, num_bytes = [], 0
+            for one in in_prefix_order(held, _key_of):
+                yield one
 
     async def _send(self, line: RequestLine, position: int) -> None:
         outcome = await self._client.send(line)
@@ -164,6 +191,11 @@ class Job:
         while True:
             await asyncio.sleep(_SYNC_EVERY_S)
             await asyncio.to_thread(self._journal.sync)
+
+
+def _key_of(placed: tuple[int, RequestLine | BadLine]) -> bytes:
+    line = placed[1]
+    return prefix_key(line.body) if isinstance(line, RequestLine) else b""
 
 
 class Window:

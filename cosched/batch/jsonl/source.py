@@ -6,7 +6,10 @@ import asyncio
 import hashlib
 import os
 import stat
-from collections.abc import AsyncGenerator, Iterator
+import tempfile
+from array import array
+from collections.abc import AsyncGenerator, Container, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import BinaryIO
 
@@ -22,6 +25,7 @@ from cosched.batch.jsonl.lines import (
     raw_lines,
 )
 from cosched.batch.jsonl.parquet import ParquetRows, is_parquet
+from cosched.batch.jsonl.prefix_order import in_prefix_order, prefix_key
 
 _BLOCK_BYTES = 1 << 20
 _YIELD_EVERY_LINES = 256
@@ -55,20 +59,57 @@ class Source:
 
         A custom_id belongs to the first line that has it, even if that line is otherwise wrong.
         """
-        ids = IdSet(max_ids=self.num_lines)
         with open(self.path, "rb", buffering=_BLOCK_BYTES) as file:
-            for raw in input_lines(file, max_line_bytes=max_line_bytes):
-                if raw.number > self.num_lines:
-                    return  # the file has grown; `check_unchanged` reports it at the end
-                if raw.number % _YIELD_EVERY_LINES == 0:
-                    await asyncio.sleep(0)  # for signals and the progress display
-                if raw.is_empty:
-                    yield None
-                    continue
-                line = parse_line(raw, max_line_bytes=max_line_bytes)
-                if line.custom_id is not None and not ids.add(line.custom_id):
-                    line = duplicate_of(line)
+            raws = input_lines(file, max_line_bytes=max_line_bytes)
+            async for _, line in self._checked(raws, max_line_bytes=max_line_bytes):
                 yield line
+
+    async def lines_in_prefix_order(
+        self, *, max_line_bytes: int, done: Container[int]
+    ) -> AsyncGenerator[RequestLine | BadLine | None, None]:
+        """As `checked_lines`, but without the numbers in `done`, and valid lines come last, in the
+        prefix order of the whole file. They are read twice: only their places and keys are held."""
+        keys: list[bytes] = []
+        places = array("Q")  # number, start and bytes of each
+        with ExitStack() as stack:
+            file = stack.enter_context(open(self.path, "rb", buffering=_BLOCK_BYTES))
+            kept: BinaryIO = file
+            if is_parquet(file):  # its rows are read once
+                kept = stack.enter_context(tempfile.TemporaryFile())
+            raws = input_lines(file, max_line_bytes=max_line_bytes)
+            async for raw, line in self._checked(raws, max_line_bytes=max_line_bytes):
+                if raw.number in done:
+                    continue
+                if not isinstance(line, RequestLine):
+                    yield line
+                    continue
+                assert raw.data is not None
+                if kept is not file:
+                    kept.write(raw.data)
+                keys.append(prefix_key(line.body))
+                places.extend((raw.number, kept.tell() - len(raw.data), len(raw.data)))
+            for index in in_prefix_order(range(len(keys)), keys.__getitem__, together=len(keys)):
+                number, start, num_bytes = places[3 * index : 3 * index + 3]
+                kept.seek(start)
+                raw = RawLine(number=number, data=kept.read(num_bytes))
+                yield parse_line(raw, max_line_bytes=max_line_bytes)
+
+    async def _checked(
+        self, raws: Iterator[RawLine], *, max_line_bytes: int
+    ) -> AsyncGenerator[tuple[RawLine, RequestLine | BadLine | None], None]:
+        ids = IdSet(max_ids=self.num_lines)
+        for raw in raws:
+            if raw.number > self.num_lines:
+                return  # the file has grown; `check_unchanged` reports it at the end
+            if raw.number % _YIELD_EVERY_LINES == 0:
+                await asyncio.sleep(0)  # for signals and the progress display
+            if raw.is_empty:
+                yield raw, None
+                continue
+            line = parse_line(raw, max_line_bytes=max_line_bytes)
+            if line.custom_id is not None and not ids.add(line.custom_id):
+                line = duplicate_of(line)
+            yield raw, line
 
 
 def read_source(path: str) -> Source:
