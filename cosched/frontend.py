@@ -10,7 +10,9 @@ or a block in which an endpoint you have is such a one::
     with cosched.frontend.offline():  # the default backend; or offline(backend)
         states = program.run_batch(arguments)
 
-Where there is no GPU, import this module before ``sglang``.
+The programs of a ``run_batch`` start in the order of their arguments' prefixes, up to
+`PROGRAMS_AT_ONCE` at a time, so that the server can use what their prompts have in common; results
+are in the order of the arguments. Where there is no GPU, import this module before ``sglang``.
 """
 
 from __future__ import annotations
@@ -18,18 +20,25 @@ from __future__ import annotations
 import cosched.bootstrap  # noqa: F401  # isort: skip  # first: makes ``sglang`` importable
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from types import SimpleNamespace
 from typing import Any, Self
 
+from sglang.lang import interpreter
 from sglang.lang.backend.runtime_endpoint import RuntimeEndpoint
 from sglang.lang.global_config import global_config
 
+from cosched.batch.jsonl.prefix_order import in_prefix_order, text_key
 from cosched.core.wire import OFFLINE_PRIORITY
 from cosched.errors import ConfigError
 
 __all__ = ["OfflineEndpoint", "offline"]
+
+PROGRAMS_AT_ONCE = 512
+"""Each has two threads; SGLang's own default, 16 a core, is too few for a server to choose among.
+``num_threads=`` of a ``run_batch`` replaces it."""
 
 
 class OfflineEndpoint(RuntimeEndpoint):  # type: ignore[misc]
@@ -119,3 +128,58 @@ def _close(backend: Any, twin: _Switched) -> None:
         if twin.num_blocks == 0:
             del backend.endpoint, backend.cache_prefix
             vars(backend).update(twin.replaced)
+
+
+def prefix_order(arguments: Sequence[Mapping[str, Any]]) -> list[int]:
+    """The places of programs' arguments in the order in which they are run. Arguments with few
+    different values are taken for the beginnings of prompts, wherever a program uses them."""
+    names = dict.fromkeys(name for one in arguments for name in one)
+    text = {name: [str(one.get(name, "")).encode() for one in arguments] for name in names}
+    most_shared = sorted(names, key=lambda name: len(set(text[name])))
+    keys = [
+        b"".join(text_key(text[name][place]) for name in most_shared)
+        for place in range(len(arguments))
+    ]
+    return list(in_prefix_order(range(len(keys)), keys.__getitem__, together=len(keys)))
+
+
+def _in_prefix_order(run_program_batch: Any) -> Any:
+    """As SGLang's function, but programs of an offline endpoint run in `prefix_order`."""
+
+    @wraps(run_program_batch)
+    def run(
+        program: Any,
+        backend: Any,
+        batch_arguments: Sequence[Mapping[str, Any]],
+        default_sampling_para: Any,
+        num_threads: int | str,
+        progress_bar: bool,
+        generator_style: bool = False,
+    ) -> Any:
+        given = (default_sampling_para, num_threads, progress_bar, generator_style)
+        if not isinstance(getattr(backend, "endpoint", backend), OfflineEndpoint):
+            return run_program_batch(program, backend, batch_arguments, *given)
+        if num_threads == "auto":
+            given = (default_sampling_para, PROGRAMS_AT_ONCE, progress_bar, generator_style)
+        order = prefix_order(batch_arguments)
+        arguments = [batch_arguments[place] for place in order]
+        states = run_program_batch(program, backend, arguments, *given)
+        found = _as_given(zip(order, states, strict=True))
+        return found if generator_style else list(found)
+
+    return run
+
+
+def _as_given(states: Iterator[tuple[int, Any]]) -> Iterator[Any]:
+    """Each state as soon as those of all earlier places have come."""
+    held: dict[int, Any] = {}
+    following = 0
+    for place, state in states:
+        held[place] = state
+        while following in held:
+            yield held.pop(following)
+            following += 1
+
+
+# SGLang looks the function up each time that a program is run on a batch.
+interpreter.run_program_batch = _in_prefix_order(interpreter.run_program_batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 
@@ -248,3 +249,26 @@ class TestBlock:
         with pytest.raises(ConfigError, match="needs a RuntimeEndpoint or a Runtime, found"):
             with offline(backend):
                 pass
+
+
+@sgl.function
+def answer_about(s, question, document):
+    s += document + question
+    s += sgl.gen("answer", max_tokens=2)
+
+
+@pytest.mark.parametrize("as_they_come", [False, True])
+def test_programs_with_one_document_run_together_and_answers_are_as_asked(listener, as_they_come):
+    documents = [f"document {n} " * 40 for n in range(4)]
+    arguments = [{"question": f"question {n}", "document": documents[n % 4]} for n in range(24)]
+    states = answer_about.run_batch(
+        arguments,
+        backend=OfflineEndpoint(listener.base_url),
+        num_threads=1,
+        generator_style=as_they_come,
+    )
+    found = [state.text() for state in states]
+    assert found == [f"{one['document']}{one['question']}x" for one in arguments]
+    asked = [body["text"].split()[1] for body in listener.bodies]
+    assert sum(a != b for a, b in itertools.pairwise(asked)) == 3
+    assert len(asked) == 24

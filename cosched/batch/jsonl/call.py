@@ -34,7 +34,7 @@ from cosched.batch.jsonl.server import (
     server_command,
 )
 from cosched.batch.jsonl.source import Source, read_source
-from cosched.errors import ConfigError, CoschedError
+from cosched.errors import CoschedError
 
 _FILES_BESIDE_CONNECTIONS = 64
 _MAX_SHOWN_FAULTS = 20
@@ -115,7 +115,7 @@ def run_job(config: JobConfig) -> ExitCode:
 
 
 def _run(config: JobConfig, progress: _Progress) -> tuple[ExitCode, str | None]:
-    _allow_connections(config.concurrency)
+    config = replace(config, concurrency=_allowed_connections(config.concurrency))
     progress.source = source = read_source(config.input)
     paths = JournalPaths(out=config.out, errors=config.errors)
     dropped = None
@@ -435,19 +435,23 @@ def _stop_on_signals() -> None:
         loop.add_signal_handler(number, stop)
 
 
-def _allow_connections(concurrency: int) -> None:
-    """Raise the limit on open files. ConfigError if that is not possible."""
+def _allowed_connections(concurrency: int) -> int:
+    """Raise the limit on open files; how many connections it allows, with a word where that is less
+    than asked for."""
     needed = concurrency + _FILES_BESIDE_CONNECTIONS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:
-        return
+        return concurrency
     if hard != resource.RLIM_INFINITY and hard < needed:
-        raise ConfigError(
-            f"--concurrency {concurrency} needs {needed} open files and {hard} are allowed "
-            f"(ulimit -Hn): use at most {max(1, hard - _FILES_BESIDE_CONNECTIONS)}"
+        allowed = max(1, hard - _FILES_BESIDE_CONNECTIONS)
+        _say(
+            f"{allowed} requests at the server at a time: --concurrency {concurrency} needs "
+            f"{needed} open files and {hard} are allowed (ulimit -Hn)"
         )
+        concurrency, needed = allowed, hard
     with contextlib.suppress(ValueError, OSError):  # then connecting reports it
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    return concurrency
 
 
 def _say(text: str) -> None:
