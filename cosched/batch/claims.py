@@ -78,7 +78,8 @@ class Claims:
                         batch_id=name,
                         limit=limits[name],
                         num_ahead=_num_ahead(num_left[name], here.num_servers),
-                        leader=None if leader == name else leader,
+                        leader=leader,
+                        most_behind=self._config.high_watermark,
                     )
                 )
         return claims

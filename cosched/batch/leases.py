@@ -11,6 +11,8 @@ from cosched.batch.data import Line
 from cosched.batch.database import LineState, lines
 
 LEASED_STATES = (LineState.WAITING, LineState.TAKEN)
+_LATE_PART = 8
+"""One in eight lines at a server may be far behind the others: a long reply."""
 _IN_ORDER = (lines.c.lease_owner, lines.c.prefix_key, lines.c.number)
 """The owner makes PostgreSQL read along the index, where it would sort all free lines."""
 
@@ -19,23 +21,25 @@ _IN_ORDER = (lines.c.lease_owner, lines.c.prefix_key, lines.c.number)
 class Claim:
     """Lines that a server wants of a batch.
 
-    num_ahead  lines beyond the limit that are set aside for its next claim
-    leader     another batch of the tenant: lines at or behind the first of its lines at this server
-               come first, so that a document that both ask about is computed once
+    num_ahead    lines beyond the limit that are set aside for its next claim
+    leader       the batch of the tenant, this one or another, with which it keeps in step: its
+                 lines come from where those of the leader are at this server, so that a document
+                 that both ask about is computed once; None: this one
+    most_behind  waiting lines by which its own place may be behind the leader's; with more it goes
+                 to that, and comes back to them last
     """
 
     batch_id: str
     limit: int
     num_ahead: int = 0
     leader: str | None = None
+    most_behind: int = 0
 
 
 class Leases:
     """The lines of one batch in a transaction, for one server."""
 
-    def __init__(
-        self, connection: sa.Connection, seq: int, *, server: str, leader: int | None
-    ) -> None:
+    def __init__(self, connection: sa.Connection, seq: int, *, server: str, leader: int) -> None:
         """seq, leader: `batches.seq`"""
         self._connection = connection
         self._seq = seq
@@ -48,7 +52,7 @@ class Leases:
         may_steal: if there are no others, the last of those set aside for other servers."""
         owner = lines.c.lease_owner
         found: list[Line] = []
-        for span in self._spans():
+        for span in self._spans(claim.most_behind):
             for of, num_ahead in ((owner == self._server, 0), (owner.is_(None), claim.num_ahead)):
                 num_more = claim.limit - len(found)
                 if num_more > 0:
@@ -68,24 +72,35 @@ class Leases:
             mark(self._connection, self._seq, numbers, state, self._server)
         return taken
 
-    def _spans(self) -> Sequence[sa.ColumnElement[bool]]:
-        """The parts of the prefix order from which lines are taken, one after the other."""
-        first = None
-        if self._leader is not None:
-            key = (
-                sa.select(lines.c.prefix_key)
-                .where(
-                    lines.c.batch == self._leader,
-                    lines.c.state == LineState.TAKEN,
-                    lines.c.lease_owner == self._server,
-                )
-                .order_by(*_IN_ORDER)  # PostgreSQL has no min() of bytes
-                .limit(1)
-            )
-            first = self._connection.execute(key).scalar()
+    def _spans(self, most_behind: int) -> Sequence[sa.ColumnElement[bool]]:
+        """The parts of the prefix order from which lines are taken, one after the other: from the
+        leader's place on, or its own a little behind, and then what was passed over."""
+        first, own = self._first_of(self._leader), self._first_of(self._seq)
+        if first is None or (own is not None and self._is_close(own, first, most_behind)):
+            first = own
         if first is None:
             return [sa.true()]
         return [lines.c.prefix_key >= first, lines.c.prefix_key < first]
+
+    def _is_close(self, own: bytes, first: bytes, most_behind: int) -> bool:
+        """Whether few lines wait between its own place and the leader's behind it."""
+        between = (lines.c.prefix_key >= own, lines.c.prefix_key < first)
+        free = (lines.c.state == LineState.WAITING, lines.c.lease_owner.is_(None))
+        numbers = sa.select(lines.c.number).where(lines.c.batch == self._seq, *free, *between)
+        found = self._connection.execute(numbers.limit(most_behind + 1)).all()
+        return own < first and len(found) <= most_behind
+
+    def _first_of(self, seq: int) -> bytes | None:
+        """About the first key of a batch's lines in flight at this server; None: there are none."""
+        here = sa.and_(
+            lines.c.batch == seq,
+            lines.c.state == LineState.TAKEN,
+            lines.c.lease_owner == self._server,
+        )
+        count = sa.select(sa.func.count()).select_from(lines).where(here)
+        num_late = self._connection.execute(count).scalar_one() // _LATE_PART
+        keys = sa.select(lines.c.prefix_key).where(here).order_by(*_IN_ORDER)
+        return self._connection.execute(keys.offset(num_late).limit(1)).scalar()
 
     def _waiting(
         self, of: sa.ColumnElement[bool], *, limit: int, is_last: bool = False

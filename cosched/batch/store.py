@@ -232,8 +232,8 @@ class BatchStore:
             row = _row(connection, claim.batch_id)
             if row.status != Status.IN_PROGRESS or not _is_alive(connection, server):
                 return []
-            leader = None if claim.leader is None else _row(connection, claim.leader).seq
-            found = Leases(connection, row.seq, server=server, leader=leader)
+            leader = row if claim.leader is None else _row(connection, claim.leader)
+            found = Leases(connection, row.seq, server=server, leader=leader.seq)
             return found.take(claim, max_bytes=max_bytes, may_steal=self._database.is_shared)
 
     def release(self, name: str, *, server: str) -> None:

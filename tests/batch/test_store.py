@@ -193,7 +193,8 @@ class Machine(RuleBasedStateMachine):
             batch_id=name,
             limit=limit,
             num_ahead=num_ahead if len(self.names) > 1 else 0,
-            leader=data.draw(st.none() | st.sampled_from([self.some(data, *Status)])),
+            leader=data.draw(st.none() | st.just(self.some(data, *Status))),
+            most_behind=data.draw(st.integers(0, 2)),
         )
         lines = self.store.take(claim, max_bytes=10**6, server=server)
         numbers = {line.number for line in lines}

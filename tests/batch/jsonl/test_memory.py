@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import tracemalloc
 
+from cosched.batch.jsonl.source import read_source
 from tests.batch.api import line
 
 NUM_LINES = 100_000
+NUM_LONG, LONG_BYTES = 500, 20_000
 LINE_BYTES = 600  # as text the file is 60 MB
 
 
@@ -23,3 +27,23 @@ def test_many_lines_take_little_more_memory_than_few(batch):
     assert many["counts"]["valid"] == NUM_LINES
     grown_bytes = (many["peak_rss_mib"] - few["peak_rss_mib"]) * (1 << 20)
     assert grown_bytes / NUM_LINES < 64, f"{grown_bytes / NUM_LINES:.0f} bytes a line"
+
+
+def test_lines_are_sorted_without_being_held(tmp_path):
+    """Of 20,000 bytes each: only their places and keys are."""
+    path = tmp_path / "in.jsonl"
+    with path.open("w") as file:
+        for number in range(NUM_LONG):
+            file.write(json.dumps(line(f"a{number}", f"{number % 7} " * 10_000)) + "\n")
+    source = read_source(str(path))
+
+    async def peak_bytes():
+        found = source.lines_in_prefix_order(max_line_bytes=1 << 20, done=())
+        tracemalloc.start()
+        try:
+            assert len([one.number async for one in found]) == NUM_LONG
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    assert asyncio.run(peak_bytes()) < NUM_LONG * LONG_BYTES / 4

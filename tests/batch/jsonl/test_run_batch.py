@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import signal
@@ -43,6 +44,48 @@ def test_every_line_is_answered_with_as_many_requests_at_a_time_as_allowed(batch
     }  # fmt: skip
     assert report["tokens"] == {"prompt": 150, "completion": 100}
     assert all(asked.body["service_tier"] == "flex" for asked in batch.server.asked)
+
+
+def documents_asked(batch):
+    return [prompt.split()[1] for prompt in batch.server.prompts()]
+
+
+def write_questions(batch, *, num_documents):
+    """Forty lines that ask about documents in turn, and a line that is wrong."""
+    documents = [f"document {n} " * 60 for n in range(num_documents)]
+    found = [line(f"a{n:02}", documents[n % num_documents] + f"question {n}") for n in range(40)]
+    batch.write([found[0], "bad", *found[1:]])
+    return [one["custom_id"] for one in found]
+
+
+def changes_of_document(batch):
+    asked = [prompt.split()[1] for prompt in batch.server.prompts()]
+    return sum(a != b for a, b in itertools.pairwise(asked))
+
+
+def test_lines_with_one_document_are_sent_together(batch):
+    asked = write_questions(batch, num_documents=4)
+    batch.run("--concurrency", "1", code=1)
+    assert changes_of_document(batch) == 3
+    assert batch.answered() == asked and len(batch.failures()) == 1
+
+
+def test_an_ordered_job_sends_them_together_as_far_as_its_output_may_wait(batch):
+    asked = write_questions(batch, num_documents=2)
+    batch.run("--ordered", "--concurrency", "4", code=1)
+    assert [record["custom_id"] for record in batch.answers()] == asked
+    # Eight lines are sorted at a time, and four arrive in any order; in the file there are 39.
+    assert changes_of_document(batch) <= 20
+
+
+def test_fewer_open_files_than_requests_make_them_fewer(batch, monkeypatch):
+    monkeypatch.setattr("resource.getrlimit", lambda kind: (64, 70))
+    monkeypatch.setattr("resource.setrlimit", lambda kind, limits: None)
+    write(batch, 30)
+    batch.server.behave = slowly(0.02)
+    batch.run()
+    assert batch.server.max_waiting == 6
+    assert "6 requests at the server at a time: --concurrency 2048 needs" in batch.stderr
 
 
 def test_rows_of_a_parquet_file_are_lines(batch):

@@ -1,6 +1,8 @@
 """Who sends requests in virtual time: sessions, waves, a bounded number of lines."""
 
+import itertools
 import json
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -8,10 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cosched import simulate
+from cosched.batch.config import BatchesConfig
 from cosched.core.request import RequestClass, Slo
 from cosched.lab.metrics.records import RequestRecord
 from cosched.lab.simulation.arrivals import VOCAB_SIZE
 from cosched.lab.simulation.clients import AimdClient, SessionClient, WaveClient
+from cosched.lab.simulation.feeder_client import FeederClient, Job, jobs_of
+from cosched.lab.simulation.requests import offline_client
 from cosched.lab.simulation.run import (
     WorkloadSpec,
     engine_flags,
@@ -194,6 +199,77 @@ def test_the_next_wave_is_sent_when_all_of_the_last_have_ended():
         client.on_finish(ended(wave[-1], 1.0))
         sent.append(len(wave))
     assert sent == [3, 3, 1] and not list(client.due(9.0))
+
+
+def questions(count, *, first=0):
+    """Questions on six documents in turn, of one file."""
+    places = range(first, first + count)
+    return [request(f"q{n}", 0.0, ((n % 6, 5_000), (100 + n, 40))) for n in places]
+
+
+def fed(jobs, **config):
+    """The documents that a feeder sends, and how many requests are under way after each. One ends
+    in each second, in the order in which they were sent."""
+    client = FeederClient(jobs, config=BatchesConfig(**config))
+    under_way, sent, counts = [], [], []
+    for second in itertools.count():
+        for arrival in client.due(float(second)):
+            assert arrival.arrival_s == second
+            under_way.append(arrival.rid)
+            sent.append(int(arrival.rid[1:]) % 6)
+            counts.append(len(under_way))
+        if not under_way and client.next_s() is None:
+            return sent, counts
+        if under_way:
+            client.on_finish(ended(under_way.pop(0), float(second)))
+
+
+def changes(values):
+    return sum(a != b for a, b in pairwise(values))
+
+
+def test_the_feeder_sends_a_page_at_a_time_in_prefix_order():
+    sent, counts = fed(jobs_of(questions(60), num_batches=1), high_watermark=8, low_watermark=4)
+    assert changes(sent) == 5 and len(sent) == 60
+    assert max(counts) == 8 and counts[8:16] == [5, 6, 7, 8] * 2
+
+
+def test_batches_that_share_documents_are_sent_as_one():
+    jobs = jobs_of(questions(120), num_batches=4)
+    sent, _ = fed(jobs, high_watermark=16, low_watermark=15)
+    begun = sum(document not in sent[max(n - 16, 0) : n] for n, document in enumerate(sent))
+    assert begun == 6 and len(sent) == 120, "each document is computed once"
+
+
+def test_a_batch_that_comes_later_joins_those_that_are_under_way():
+    first = Job(requests=questions(60))
+    second = Job(requests=questions(60, first=60), start_s=25.0)
+    sent, _ = fed([first, second], high_watermark=8, low_watermark=7)
+    begun = sum(document not in sent[max(n - 8, 0) : n] for n, document in enumerate(sent))
+    assert begun == 6 + 2, "again only the two documents that were done when it came"
+
+
+@pytest.mark.parametrize(
+    ("setting", "asked", "client"),
+    [
+        ("cosched", None, "feeder"),
+        ("hygen", None, "feeder"),
+        ("cosched", "all", "all"),
+        ("hygen", "lines", "lines"),
+        ("priority", None, "all"),
+        ("cap", "all", "cap"),
+    ],
+)
+def test_a_run_names_its_offline_client(setting, asked, client):
+    spec = make_spec(setting)
+    spec = replace(spec, offline=replace(spec.offline, client=asked))
+    assert spec.describe()["offline"]["client"] == client
+
+
+def test_line_by_line_clients_send_in_prefix_order():
+    spec = make_spec("cosched", offline=WorkloadSpec(name="job", client="lines"))
+    sent = [arrival.rid for arrival in offline_client(spec, questions(36)).due(0.0)]
+    assert len(sent) == 36 and changes(int(rid[1:]) % 6 for rid in sent) == 5
 
 
 def wave_spec(name):
