@@ -123,7 +123,7 @@ class Job:
     async def _lines(self) -> AsyncGenerator[tuple[int, RequestLine | BadLine], None]:
         """What is to be sent, in prefix order, with a place that has no meaning."""
         found = self._source.lines_in_prefix_order(
-            max_line_bytes=self._max_line_bytes, done=self._journal.done
+            max_line_bytes=self._max_line_bytes, is_done=self._journal.done.__contains__
         )
         async with aclosing(found) as lines:
             async for line in lines:

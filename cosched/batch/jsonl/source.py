@@ -8,7 +8,7 @@ import os
 import stat
 import tempfile
 from array import array
-from collections.abc import AsyncGenerator, Container, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import BinaryIO
@@ -65,9 +65,9 @@ class Source:
                 yield line
 
     async def lines_in_prefix_order(
-        self, *, max_line_bytes: int, done: Container[int]
+        self, *, max_line_bytes: int, is_done: Callable[[int], bool]
     ) -> AsyncGenerator[RequestLine | BadLine | None, None]:
-        """As `checked_lines`, but without the numbers in `done`, and valid lines come last, in the
+        """As `checked_lines`, but without those that are done, and valid lines come last, in the
         prefix order of the whole file. They are read twice: only their places and keys are held."""
         keys: list[bytes] = []
         places = array("Q")  # number, start and bytes of each
@@ -78,7 +78,7 @@ class Source:
                 kept = stack.enter_context(tempfile.TemporaryFile())
             raws = input_lines(file, max_line_bytes=max_line_bytes)
             async for raw, line in self._checked(raws, max_line_bytes=max_line_bytes):
-                if raw.number in done:
+                if is_done(raw.number):
                     continue
                 if not isinstance(line, RequestLine):
                     yield line

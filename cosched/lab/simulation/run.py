@@ -33,6 +33,7 @@ from cosched.lab.simulation.host_time import host_time
 from cosched.lab.simulation.machine import Machine
 from cosched.lab.simulation.ranks import forked
 from cosched.lab.simulation.requests import (
+    WorkloadSpec,
     is_missed,
     load_requests,
     offline_client,
@@ -51,42 +52,6 @@ DEFAULT_SLO = Slo(ttft_s=1.0, tpot_s=0.05)
 
 _ASKED_EVERY = 200
 """Iterations between two checks of the unfinished requests."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkloadSpec:
-    """A workload of the catalogue and its parameters (`cosched_traces.catalogue.load_workload`).
-
-    name           a workload of the catalogue, or a file
-    rate           mean rate of the requests, or of the starts of sessions [1/s]
-    num_sessions   concurrent sessions, of a workload in sessions; a new one begins when one ends
-    num_requests   size of the offline set
-    peak_window_s  run only the busiest stretch of the online workload of this length [s]
-    client         of the offline requests: the server's own feeder (feeder), ``cosched batch --via
-                   lines`` (lines), or the whole set at the start (all); default: feeder, with stock
-                   scheduling all
-    num_batches    batches of the feeder: their lines are those of the set in turn
-    wave           offline requests sent at once, in place of the client; the next follow when all
-                   of them have ended
-    refill         offline requests kept at the server, in place of the client: when one ends, the
-                   next of the set is sent
-    tiers          tiers of the online requests: PRIORITY:PART:TTFT_MS:TPOT_MS of each, separated by
-                   spaces; every session or request is of one, drawn by their parts. Without targets
-                   (PRIORITY:PART) the server's hold
-    faster         factor on the speed of the online workload, bursts kept; its rate is after that
-    """
-
-    name: str
-    rate: float | None = None
-    num_sessions: int | None = None
-    num_requests: int | None = None
-    peak_window_s: float | None = None
-    client: str | None = None
-    num_batches: int = 1
-    wave: int | None = None
-    refill: int | None = None
-    faster: float = 1.0
-    tiers: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

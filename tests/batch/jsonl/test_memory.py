@@ -38,7 +38,7 @@ def test_lines_are_sorted_without_being_held(tmp_path):
     source = read_source(str(path))
 
     async def peak_bytes():
-        found = source.lines_in_prefix_order(max_line_bytes=1 << 20, done=())
+        found = source.lines_in_prefix_order(max_line_bytes=1 << 20, is_done=set().__contains__)
         tracemalloc.start()
         try:
             assert len([one.number async for one in found]) == NUM_LONG
