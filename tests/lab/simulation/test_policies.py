@@ -255,7 +255,7 @@ def test_a_job_meets_a_window_that_it_would_miss_in_its_turn_and_chat_does_not_n
         "cosched",
         machine={"kv_tokens": 60_000, "chunk_tokens": 1024},
         online=WorkloadSpec(name="azure-like", rate=2.0),
-        offline=WorkloadSpec(name="bros-offline", num_requests=400),
+        offline=WorkloadSpec(name="bros-offline", num_requests=400, client="all"),
         duration_s=window_s,
         # Two seconds before its end are far too late for a job that takes fourteen.
     ).configured(pool={"deadline_margin_s": 2.0})
@@ -303,7 +303,8 @@ def test_a_job_is_done_about_when_its_forecast_says(job, limit, num_lines):
         "cosched",
         machine={"kv_tokens": 60_000, "chunk_tokens": 1024},
         online=WorkloadSpec(name="azure-like", rate=1.0),
-        offline=WorkloadSpec(name=job, num_requests=num_lines),
+        # All at once: in prefix order the beginning of so small a job is one document.
+        offline=WorkloadSpec(name=job, num_requests=num_lines, client="all"),
         duration_s=600.0,
     )
     cost_model = make_cost_model("roofline", model=spec.machine.model, gpu=spec.machine.gpu)

@@ -101,7 +101,8 @@ def test_requests_that_come_during_an_iteration_are_looked_for_before_it_ends(na
 
     def waits_of(**config):
         chat = WorkloadSpec(name="alpaca", rate=3.0)
-        spec = make_spec(name, duration_s=9.0, online=chat, offline=documents(300))
+        job = replace(documents(300), client="all")
+        spec = make_spec(name, duration_s=9.0, online=chat, offline=job)
         result = execute(replace(spec, config=tuple(config.items())))
         rows = result.iterations
         starts = rows.column("start_s")
