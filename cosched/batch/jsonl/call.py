@@ -22,6 +22,7 @@ from cosched.batch.jsonl.config import JobConfig
 from cosched.batch.jsonl.errors import DiskError, JobFileError, ServerGoneError, ServerRefusedError
 from cosched.batch.jsonl.journal import Journal, JournalPaths
 from cosched.batch.jsonl.lines import BadLine
+from cosched.batch.jsonl.prefix_order import LINES_AT_SERVER
 from cosched.batch.jsonl.records import is_wrong_for_good
 from cosched.batch.jsonl.remote import Manifest, RemoteJob, batches_of, load_manifest
 from cosched.batch.jsonl.report import Reporter, Snapshot, print_batches, print_report
@@ -34,7 +35,7 @@ from cosched.batch.jsonl.server import (
     server_command,
 )
 from cosched.batch.jsonl.source import Source, read_source
-from cosched.errors import CoschedError
+from cosched.errors import ConfigError, CoschedError
 
 _FILES_BESIDE_CONNECTIONS = 64
 _MAX_SHOWN_FAULTS = 20
@@ -436,18 +437,21 @@ def _stop_on_signals() -> None:
 
 
 def _allowed_connections(concurrency: int) -> int:
-    """Raise the limit on open files; how many connections it allows, with a word where that is less
-    than asked for."""
+    """Raise the limit on open files; how many connections it allows, which is less than the default
+    on some machines. ConfigError where more than the default is asked for, and too much."""
     needed = concurrency + _FILES_BESIDE_CONNECTIONS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return concurrency
     if hard != resource.RLIM_INFINITY and hard < needed:
         allowed = max(1, hard - _FILES_BESIDE_CONNECTIONS)
-        _say(
-            f"{allowed} requests at the server at a time: --concurrency {concurrency} needs "
-            f"{needed} open files and {hard} are allowed (ulimit -Hn)"
+        why = (
+            f"--concurrency {concurrency} needs {needed} open files and {hard} are allowed "
+            "(ulimit -Hn)"
         )
+        if concurrency > LINES_AT_SERVER:
+            raise ConfigError(f"{why}: use at most {allowed}")
+        _say(f"{allowed} requests at the server at a time: {why}")
         concurrency, needed = allowed, hard
     with contextlib.suppress(ValueError, OSError):  # then connecting reports it
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
