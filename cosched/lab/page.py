@@ -184,12 +184,13 @@ class Page:
         return cells
 
     def _numbers(self, key: Key, wanted: Ratio | SuiteTarget) -> list[float]:
-        """Of the other settings that `wanted` names, in its column, as far as they count."""
+        """Of the settings that `wanted` names, in its column, as far as they count. A target is not
+        measured against its own setting."""
         keeps = wanted.keeps if isinstance(wanted, SuiteTarget) else None
         return [
             number
             for other in wanted.of
-            if other != key.setting
+            if (isinstance(wanted, Ratio) or other != key.setting)
             and (row := self.rows.get(key._replace(setting=other))) is not None
             and (number := _number(row.get(wanted.column, ""))) is not None
             and (keeps is None or self._keeps(key._replace(setting=other), keeps))

@@ -324,6 +324,7 @@ def test_a_page_compares_rows_and_stays_the_same_when_it_is_read_again(cards, tm
     text = page.text(cards, "command")
     assert "## old/few: An old card, few requests" in text
     assert "| `cosched` | 98.5 | 80.0 | 62 | 20.0 / 8.0 |" in text
+    assert "| `offline-fcfs` |  | 50.0 | 100 |" in text
     # On the old card the tuned row does not keep chat in time, so it is no other to beat.
     assert "`offline-fcfs` with both met % at least that of `s0` - 1 | all (0.5) |" in text
     assert "| `tuned` | 0.750 |  | 0.750 | 0 of 1 |" in text
