@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from itertools import pairwise, takewhile
 
 import sqlalchemy as sa
 
-from cosched.batch.data import Line
+from cosched.batch.data import Line, NewLine
 from cosched.batch.database import LineState, lines
 
 LEASED_STATES = (LineState.WAITING, LineState.TAKEN)
+_TO_A_BORDER = 32
+"""More lines among which a server's part of a batch ends where a document does: every document that
+is divided is computed twice."""
 _LATE_PART = 8
 """One in eight lines at a server may be far behind the others: a long reply."""
 _IN_ORDER = (lines.c.lease_owner, lines.c.prefix_key, lines.c.number)
@@ -51,14 +55,16 @@ class Leases:
         `claim.num_ahead` more are set aside, so that one server takes lines with a common prefix.
         may_steal: if there are no others, the last of those set aside for other servers."""
         owner = lines.c.lease_owner
-        found: list[Line] = []
+        found: list[NewLine] = []
+        num_more = claim.num_ahead + (_TO_A_BORDER if claim.num_ahead else 0)
         for span in self._spans(claim.most_behind):
-            for of, num_ahead in ((owner == self._server, 0), (owner.is_(None), claim.num_ahead)):
-                num_more = claim.limit - len(found)
-                if num_more > 0:
-                    found += self._waiting(sa.and_(of, span), limit=num_more + num_ahead)
+            for of, more in ((owner == self._server, 0), (owner.is_(None), num_more)):
+                limit = claim.limit - len(found)
+                if limit > 0:
+                    found += self._waiting(sa.and_(of, span), limit=limit + more)
         if not found and may_steal:
             found = self._waiting(owner != self._server, limit=claim.limit, is_last=True)
+            found = found[_border(found, range(len(found) // 2 + 1)) :]
         taken: list[Line] = []
         num_bytes = 0
         for line in found[: claim.limit]:
@@ -66,8 +72,13 @@ class Leases:
             if taken and num_bytes > max_bytes:
                 break
             taken.append(line)
-        ahead = found[len(taken) :] if claim.num_ahead else []
-        for some, state in ((taken, LineState.TAKEN), (ahead, LineState.WAITING)):
+        end = len(taken)
+        if claim.num_ahead:
+            wanted = claim.limit + claim.num_ahead
+            least = min(claim.limit + claim.num_ahead // 2, len(found))
+            places = sorted(range(least, len(found) + 1), key=lambda place: abs(place - wanted))
+            end = max(end, _border(found, places))
+        for some, state in ((taken, LineState.TAKEN), (found[len(taken) : end], LineState.WAITING)):
             numbers = [line.number for line in some]
             mark(self._connection, self._seq, numbers, state, self._server)
         return taken
@@ -104,18 +115,31 @@ class Leases:
 
     def _waiting(
         self, of: sa.ColumnElement[bool], *, limit: int, is_last: bool = False
-    ) -> list[Line]:
+    ) -> list[NewLine]:
         """The first waiting lines, or the last ones, in prefix order. Lines that another server is
         taking now are left out."""
         query = (
-            sa.select(lines.c.number, lines.c.custom_id, lines.c.start, lines.c.num_bytes)
+            sa.select(*(lines.c[field.name] for field in fields(NewLine)))
             .where(lines.c.batch == self._seq, lines.c.state == LineState.WAITING, of)
             .order_by(*([column.desc() for column in _IN_ORDER] if is_last else _IN_ORDER))
             .limit(limit)
             .with_for_update(skip_locked=True)
         )
-        found = [Line(**row._mapping) for row in self._connection.execute(query)]
+        found = [NewLine(**row._mapping) for row in self._connection.execute(query)]
         return found[::-1] if is_last else found
+
+
+def _border(found: Sequence[NewLine], places: Sequence[int]) -> int:
+    """The place, the first of equals, at which lines on both sides share least. At the ends of
+    `found` that is not known, and taken for the most."""
+    pairs = pairwise(line.prefix_key for line in found)
+    shared = dict(enumerate((_num_shared(*pair) for pair in pairs), start=1))
+    most = max(shared.values(), default=0)
+    return min(places, key=lambda place: shared.get(place, most))
+
+
+def _num_shared(one: bytes, other: bytes) -> int:
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 def mark(

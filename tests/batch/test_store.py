@@ -421,6 +421,19 @@ def test_lines_with_a_common_prefix_go_to_one_server(shared):
         assert changes <= 4, prefixes
 
 
+def test_servers_divide_a_batch_between_documents(shared):
+    """Of ten lines each; a server that has none left takes a part of the other's."""
+    name = in_progress(shared, [new_line(n, b"%04d%04d" % (n // 10, n)) for n in range(100)])
+    asked, num_taken = set(), 0
+    for server in itertools.cycle(("me", "you")):
+        numbers = take(shared, name, limit=6, server=server, num_ahead=8)
+        asked |= {(server, number // 10) for number in numbers}
+        num_taken += len(numbers)
+        if not numbers:
+            break
+    assert num_taken == 100 and len(asked) <= 11, asked
+
+
 def test_a_batch_is_validated_by_one_server(shared, clock):
     batch = shared.create(asked())
     assert shared.begin_validation(batch.id, server="me")
