@@ -190,7 +190,7 @@ def test_check_says_which_rows_no_longer_hold(small, tmp_path, ran, capsys):
 def test_recorded_results_hold_at_this_code(ran, capsys):
     """If a change of decisions is intended: `cosched bench suite quick --write
     docs/results/quick.md`."""
-    some = ["--scenarios", "questions", "--settings", "hygen,echo-bs+e+s,cosched"]
+    some = ["--scenarios", "questions,fast-card", "--settings", "hygen,cosched"]
     bench.main(["check", "quick", *some, "--page", str(QUICK), "--quiet"])
     assert len(ran) == 3
 
