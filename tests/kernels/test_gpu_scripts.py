@@ -40,7 +40,7 @@ def test_the_crossover_is_where_ours_stays_faster():
     }
 
 
-@pytest.mark.parametrize("name", ["gpu_kernels", "gpu_profile", "gpu_end_to_end"])
+@pytest.mark.parametrize("name", ["gpu_kernels", "gpu_profile", "gpu_end_to_end", "gpu_loop"])
 def test_without_a_card_it_says_what_goes(monkeypatch, tmp_path, name):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", [name, "--out", str(tmp_path / "out")])
@@ -74,3 +74,27 @@ def test_the_cost_models_attention_is_that_of_a_layer():
     distinct = (10_000 + 32 * 200) / (32 * 10_200)
     assert once == pytest.approx(ONCE_OVERHEAD * distinct * each, rel=0.01)
     assert cached == pytest.approx((distinct + (1 - distinct) / L2_SPEEDUP) * each, rel=0.01)
+
+
+def test_gpu_loop_measures_the_host_and_writes_a_row_for_each_result(monkeypatch, tmp_path):
+    module = script("gpu_loop")
+    command = ["gpu_loop", "host", "--in-process", "--device", "cpu", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", command)
+    assert module.main() == 0
+    rows = [json.loads(line) for line in (tmp_path / "loop.jsonl").read_text().splitlines()]
+    *copies, fit = rows
+    assert {row["step"] for row in copies} == {"copy_behind"} and fit["fits"] > 0
+    assert module.markdown(rows).count("\n| pinned | 4096 |") == 1
+
+
+def test_gpu_loop_times_what_the_device_did_between_two_launches():
+    engines = script("gpu_engines")
+    probe = engines.Probe.__new__(engines.Probe)
+    first = {"decodes": 2, "new": 8, "begun": 0.0, "entered": 0.5, "start": 1.0, "end": 3.0}
+    first |= {"left": 1.5, "returned": 2.0}
+    second = first | {"new": 0, "replayed": 3.25, "start": 3.5, "end": 4.0, "left": 3.5}
+    probe.rows = [first, second | {"begun": 3.0, "returned": 3.75}]
+    _, row = probe.take()
+    assert (row["launch"], row["forward"], row["device"]) == (250.0, 250.0, 500.0)
+    assert (row["idle"], row["apart"], row["after"]) == (500.0, 1000.0, "mixed")
+    assert engines.summary([row])["busy"] == 0.5

@@ -81,18 +81,20 @@ class Launches:
         return LaunchTimes(max(ready_s, free_s), ready_s + eager_s)
 
 
-_LAUNCH = {"launch_ms": 1.5, "eager_layer_ms": 0.12, "fence_ms": 0.3, "mixed_decode_factor": 1.6}
+_LAUNCH = {"launch_ms": 1.5, "eager_layer_ms": 0.25, "fence_ms": 0.2}
 
 OVERHEADS: Mapping[str, DeviceOverheads] = {
     "none": DeviceOverheads(),
-    "fa3": DeviceOverheads(**_LAUNCH),
-    "triton": DeviceOverheads(**_LAUNCH),
-    "flashinfer": DeviceOverheads(**_LAUNCH, prefill_sync_ms=2.0),
+    "fa3": DeviceOverheads(**_LAUNCH, mixed_decode_factor=1.0),
+    "triton": DeviceOverheads(**_LAUNCH, mixed_decode_factor=9.5),
+    "flashinfer": DeviceOverheads(**_LAUNCH, mixed_decode_factor=1.6, prefill_sync_ms=2.0),
 }
-"""By attention backend. All are estimates from reading SGLang 0.5.23, within these ranges, and not
-measured: launch 1 to 2 ms, an eager layer 0.09 to 0.16 ms (3 to 5 ms for 32 layers, 8 to 10 for
-80), FlashInfer's plan of a prefill 1 to 4 ms, the fence 0.15 to 0.4 ms. The factor is the lower of
-what vLLM's FlashAttention-2 shows, 1.6 to 2.0 (docs/cost_models.md)."""
+"""By attention backend. `fa3` and `triton` are measured with SGLang 0.5.23 on one H100
+(docs/results/gpu.md): launch 0.9 to 1.4 ms for decodes and 1.7 to 2.5 ms for mixed batches, a layer
+beside captured segments 0.23 to 0.31 ms, the fence 0.1 to 0.2 ms, the factor 0.9 to 1.1 with FA3
+and 7.7 to 10.2 with Triton, which runs decodes in tiles of prefills there. `flashinfer` is not: its
+plan of a prefill is an estimate from reading SGLang (1 to 4 ms), and its factor the lower of what
+vLLM's FlashAttention-2 shows, 1.6 to 2.0 (docs/cost_models.md)."""
 
 AUTO = "auto"
 SETTINGS = (AUTO, *OVERHEADS)
