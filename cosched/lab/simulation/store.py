@@ -17,7 +17,7 @@ from cosched.policies import policy_entry
 
 _FORMAT = 8
 
-_IRRELEVANT = ("batch", "lab/benchmark", "lab/profiling")
+_IRRELEVANT = ("lab/benchmark", "lab/profiling")
 """Folders of cosched whose code has no part in the result of a run."""
 
 

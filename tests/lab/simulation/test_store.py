@@ -1,6 +1,8 @@
 """Results kept on disk."""
 
+import ast
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -86,3 +88,13 @@ def test_a_broken_file_counts_as_no_result(result, tmp_path):
     [path] = tmp_path.iterdir()
     path.write_bytes(path.read_bytes()[:100])
     assert store.get(SPEC) is None
+
+
+def test_code_that_simulations_import_is_part_of_the_key():
+    room = Path(store_module.__file__).parent
+    nodes = [node for path in room.glob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
+    imported = {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+    assert "cosched.batch.store" in imported
+    for folder in store_module._IRRELEVANT:
+        package = f"cosched.{folder.replace('/', '.')}"
+        assert not [name for name in imported if f"{name}.".startswith(f"{package}.")]
