@@ -66,6 +66,9 @@ class Claims:
         limits = shares(demands, num_free=num_free)
         num_left = {batch.id: batch.num_left for batch in found}
         leaders: dict[tuple[str, ...], str] = {}
+        tenants: dict[tuple[str, ...], list[str]] = {}
+        for one in demands:
+            tenants.setdefault(one.share.path, []).append(one.batch_id)
         claims = []
         for one in sorted(demands, key=lambda it: math.inf if it.due is None else it.due):
             name = one.batch_id
@@ -80,6 +83,7 @@ class Claims:
                         num_ahead=_num_ahead(num_left[name], here.num_servers),
                         leader=leader,
                         most_behind=self._config.high_watermark,
+                        peers=tuple(peer for peer in tenants[one.share.path] if peer != name),
                     )
                 )
         return claims

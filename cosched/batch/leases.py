@@ -15,6 +15,8 @@ LEASED_STATES = (LineState.WAITING, LineState.TAKEN)
 _TO_A_BORDER = 32
 """More lines among which a server's part of a batch ends where a document does: every document that
 is divided is computed twice."""
+_MOST_OF_PEER = 512
+"""Lines of another batch that are set aside with those of one: a prefix may have very many."""
 _LATE_PART = 8
 """One in eight lines at a server may be far behind the others: a long reply."""
 _IN_ORDER = (lines.c.lease_owner, lines.c.prefix_key, lines.c.number)
@@ -31,6 +33,8 @@ class Claim:
                  that both ask about is computed once; None: this one
     most_behind  waiting lines by which its own place may be behind the leader's; with more it goes
                  to that, and comes back to them last
+    peers        other batches of the tenant: where servers share the store, what this one takes of
+                 the prefix order it has of all of them
     """
 
     batch_id: str
@@ -38,13 +42,23 @@ class Claim:
     num_ahead: int = 0
     leader: str | None = None
     most_behind: int = 0
+    peers: tuple[str, ...] = ()
 
 
 class Leases:
     """The lines of one batch in a transaction, for one server."""
 
-    def __init__(self, connection: sa.Connection, seq: int, *, server: str, leader: int) -> None:
-        """seq, leader: `batches.seq`"""
+    def __init__(
+        self,
+        connection: sa.Connection,
+        seq: int,
+        *,
+        server: str,
+        leader: int,
+        peers: Sequence[int] = (),
+    ) -> None:
+        """seq, leader, peers: `batches.seq`"""
+        self._peers = peers
         self._connection = connection
         self._seq = seq
         self._server = server
@@ -81,7 +95,26 @@ class Leases:
         for some, state in ((taken, LineState.TAKEN), (found[len(taken) : end], LineState.WAITING)):
             numbers = [line.number for line in some]
             mark(self._connection, self._seq, numbers, state, self._server)
+        if claim.num_ahead and end:
+            keys = [line.prefix_key for line in found[:end]]
+            self._set_aside_of_peers(min(keys), max(keys))
         return taken
+
+    def _set_aside_of_peers(self, first: bytes, last: bytes) -> None:
+        for peer in self._peers:
+            numbers = self._connection.scalars(
+                sa.select(lines.c.number)
+                .where(
+                    lines.c.batch == peer,
+                    lines.c.state == LineState.WAITING,
+                    lines.c.lease_owner.is_(None),
+                    lines.c.prefix_key.between(first, last),
+                )
+                .order_by(*_IN_ORDER)
+                .limit(_MOST_OF_PEER)
+                .with_for_update(skip_locked=True)
+            ).all()
+            mark(self._connection, peer, numbers, LineState.WAITING, self._server)
 
     def _spans(self, most_behind: int) -> Sequence[sa.ColumnElement[bool]]:
         """The parts of the prefix order from which lines are taken, one after the other: from the

@@ -233,7 +233,8 @@ class BatchStore:
             if row.status != Status.IN_PROGRESS or not _is_alive(connection, server):
                 return []
             leader = row if claim.leader is None else _row(connection, claim.leader)
-            found = Leases(connection, row.seq, server=server, leader=leader.seq)
+            peers = [_row(connection, name).seq for name in claim.peers]
+            found = Leases(connection, row.seq, server=server, leader=leader.seq, peers=peers)
             return found.take(claim, max_bytes=max_bytes, may_steal=self._database.is_shared)
 
     def release(self, name: str, *, server: str) -> None:
