@@ -21,6 +21,8 @@ from cosched.core.shares import Share
 _BEGUN_S = 3.0
 """In which a server takes no more than its part of a batch: the others look once in a step."""
 _MAX_AHEAD = 512
+_MOST_PEERS = 8
+"""Batches of a tenant that servers divide together: each costs a claim of another two queries."""
 _SHARES_AHEAD = 4
 """On a shared store a server sets aside a quarter of its part of what is left: all end together."""
 
@@ -83,7 +85,9 @@ class Claims:
                         num_ahead=_num_ahead(num_left[name], here.num_servers),
                         leader=leader,
                         most_behind=self._config.high_watermark,
-                        peers=tuple(peer for peer in tenants[one.share.path] if peer != name),
+                        peers=tuple(
+                            peer for peer in tenants[one.share.path][:_MOST_PEERS] if peer != name
+                        ),
                     )
                 )
         return claims

@@ -97,7 +97,8 @@ class Leases:
             mark(self._connection, self._seq, numbers, state, self._server)
         if claim.num_ahead and end:
             keys = [line.prefix_key for line in found[:end]]
-            self._set_aside_of_peers(min(keys), max(keys))
+            turn = next((n for n in range(1, end) if keys[n] < keys[n - 1]), end)
+            self._set_aside_of_peers(keys[0], keys[turn - 1])  # without what was passed over
         return taken
 
     def _set_aside_of_peers(self, first: bytes, last: bytes) -> None:

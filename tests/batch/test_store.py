@@ -195,6 +195,7 @@ class Machine(RuleBasedStateMachine):
             num_ahead=num_ahead if len(self.names) > 1 else 0,
             leader=data.draw(st.none() | st.just(self.some(data, *Status))),
             most_behind=data.draw(st.integers(0, 2)),
+            peers=data.draw(st.sampled_from([(), tuple(self.model)])),
         )
         lines = self.store.take(claim, max_bytes=10**6, server=server)
         numbers = {line.number for line in lines}
@@ -432,6 +433,23 @@ def test_servers_divide_a_batch_between_documents(shared):
         if not numbers:
             break
     assert num_taken == 100 and len(asked) <= 11, asked
+
+
+def test_servers_divide_batches_of_a_tenant_alike(shared):
+    """Ten documents, of which each of two batches has four lines. Without that the second server
+    would take of the other batch what the first one has of this."""
+    lines = [new_line(n, b"%04d%04d" % (n // 4, n)) for n in range(40)]
+    names = [in_progress(shared, lines) for _ in range(2)]
+    asked = set()
+    for server, turn in itertools.product(("me", "you"), (0, 1)):
+        name, other = names if server == "me" else names[::-1]
+        if turn:
+            name, other = other, name
+        claim = Claim(batch_id=name, limit=6, num_ahead=10, leader=names[0], peers=(other,))
+        found = shared.take(claim, max_bytes=10**6, server=server)
+        asked |= {(server, line.number // 4) for line in found}
+    by_server = {server: {n for who, n in asked if who == server} for server in ("me", "you")}
+    assert by_server["me"] and by_server["you"] and not by_server["me"] & by_server["you"]
 
 
 def test_a_batch_is_validated_by_one_server(shared, clock):
