@@ -30,6 +30,13 @@ _STEP_S = 0.001
 _LEAST_SHARE = 0.1
 """Least lead, as a share of the rest of the iteration: errors of predictions grow with length."""
 
+_SHARE_STEP = 0.05
+"""By which that share grows when an iteration ended much earlier than predicted."""
+
+_HOST_PART = 0.5
+"""A launch is late because of the host if planning and launching took at least this part of the
+lead. So the lead is at most twice their time: wrong predictions alone do not raise it."""
+
 _MOST_ON_ITS_WAY_S = 10.0
 """Longest time between the HTTP server and the scheduler, tokenization included. A time further
 back is that of another machine's clock."""
@@ -38,10 +45,13 @@ back is that of another machine's clock."""
 class LastMoment:
     """Waits before requests are received, until `lead_s` before the device is done.
 
-    lead_s     time to plan, build and launch a batch, and the error of the predicted end of an
+    lead_s     time to plan, build and launch a batch, and small errors of the predicted end of an
                iteration [s]. It grows by a step if the device was done before the next launch, and
                shrinks by a hundredth of a step otherwise, so that one launch in a hundred is late
                (a quantile, by Robbins and Monro)
+    share      of the rest of an iteration, the least lead. It grows and shrinks in the same way,
+               where an iteration ended so early that the host had no part in it: such errors are
+               of prefills of a size that was not seen before, and say nothing of short decodes
     num_waits  launches that came after a wait
     num_dry    those of them for which the device had to wait
     """
@@ -61,7 +71,9 @@ class LastMoment:
         self._meanwhile = meanwhile
         self._clock = clock
         self._has_waited = self._has_run_dry = False
+        self._wait_ended_s = 0.0
         self.lead_s = _FIRST_LEAD_S
+        self.share = _LEAST_SHARE
         self.num_waits = 0
         self.num_dry = 0
 
@@ -69,12 +81,13 @@ class LastMoment:
         """Return when it is time to look for requests."""
         now_s = self._clock.now_s()
         left_s = self._observer.expected_end_s(now_s) - now_s
-        wait_s = left_s - max(self.lead_s, _LEAST_SHARE * left_s)
+        wait_s = left_s - max(self.lead_s, self.share * left_s)
         self._has_waited = wait_s > 0 and self._is_known(self._observer.latest_shape)
         if self._has_waited:
             observer = self._observer
             self._meanwhile()
             self._has_run_dry = self._clock.wait_until(now_s + wait_s, observer.has_run_dry)
+            self._wait_ended_s = self._clock.now_s()
             if self._has_run_dry:
                 observer.ran_dry(just_now=True)
 
@@ -84,7 +97,6 @@ class LastMoment:
         is_late = self._has_waited and self._observer.has_run_dry()
         if is_late and not self._has_run_dry:
             self._observer.ran_dry(just_now=False)
-        self._has_run_dry = False
         return is_late
 
     def launched(self, *, is_dry: bool) -> bool:
@@ -95,11 +107,17 @@ class LastMoment:
         device busy that is idle a moment later."""
         is_late = self._has_waited and is_dry
         self.lead_s -= _DRY_SHARE * _STEP_S
+        self.share -= _DRY_SHARE * _SHARE_STEP
         self.num_waits += self._has_waited
         if is_late:
             self.num_dry += 1
-            self.lead_s += _STEP_S
+            host_s = self._clock.now_s() - self._wait_ended_s
+            if self._has_run_dry or host_s < _HOST_PART * self.lead_s:
+                self.share += _SHARE_STEP
+            else:
+                self.lead_s += _STEP_S
         self.lead_s = max(self.lead_s, 0.0)
+        self.share = min(max(self.share, _LEAST_SHARE), 1.0)
         self._has_waited = False
         return is_late
 

@@ -22,6 +22,7 @@ from cosched.engine.arguments import (
     key_arguments,
     resolve,
 )
+from cosched.engine.support import resolved_arguments, why_mixing_is_slow
 from cosched.errors import ConfigError
 from cosched.limits.claims import read_claims
 from cosched.memory.config import EVICTION_ORDERS, KvConfig
@@ -84,7 +85,8 @@ class ServeOptions:
     )
     iteration_log: Annotated[File, Parameter(name="--cosched-iteration-log")] = None
     cosched_no_mixed_chunk: bool = False
-    """do not add --enable-mixed-chunk: prefill and decode then take turns"""
+    """do not add --enable-mixed-chunk: prefill and decode then take turns, as they do with the
+    attention backend triton anyway"""
     help_all: bool = False
     """show all policies, and SGLang's flags too"""
 
@@ -116,19 +118,24 @@ class ServerFlags:
         check_flags(arguments, own=own)
         bind_cpu_threads(arguments, os.environ)
         load_plugins()
+        unmixed = engine_arguments(flags, config, mixed_chunk=False)
         try:
-            return resolve(arguments)
+            server_args = resolve(arguments)
+            reason = why_mixing_is_slow(server_args)
         except ConfigError as error:
-            unmixed = engine_arguments(flags, config, mixed_chunk=False)
-            if unmixed == arguments or not re.search("mixed.?(chunk|prefill)", str(error)):
+            reason = str(error)
+            if unmixed == arguments or not re.search("mixed.?(chunk|prefill)", reason):
                 raise
-            # The user did not give the flag that SGLang refuses.
-            server_args = resolve(unmixed)
-            print(
-                f"cosched: prefill and decode take turns (no --enable-mixed-chunk): {error}",
-                file=sys.stderr,
-            )
+        if reason is None:
             return server_args
+        if unmixed != arguments:  # the user did not give the flag
+            server_args = resolve(unmixed)
+        if resolved_arguments(server_args).enable_mixed_chunk:  # perhaps in the file of --config
+            note = "warning: --enable-mixed-chunk makes chat and jobs slower here"
+        else:
+            note = "prefill and decode take turns (no --enable-mixed-chunk)"
+        print(f"cosched: {note}: {reason}", file=sys.stderr)
+        return server_args
 
 
 def config_from(options: ServeOptions) -> Config:

@@ -30,6 +30,11 @@ REFUSED_ARGUMENTS: tuple[tuple[str, Any, str], ...] = (
 )
 """Server argument, the only value that planning policies support, and why."""
 
+SLOW_WHERE_MIXED = ("triton",)
+"""Attention backends whose prefill kernel takes 8 to 10 times as long for a decode as their decode
+kernel does (docs/results/gpu.md): it splits no context, and each query head of a decode takes a
+tile of its own."""
+
 _WAY_OUT = "use --cosched-policy sglang"
 
 SPECULATIVE_ALGORITHMS = (
@@ -119,6 +124,21 @@ def resolved_arguments(server_args: Any) -> Any:
 
     server_args.resolve_once()
     return resolving_view(server_args)
+
+
+def why_mixing_is_slow(server_args: Any) -> str | None:
+    """Why a batch of prefills and decodes takes longer than both apart on a server that may have
+    such batches. It runs in the backend of prefills, also where decodes have another one."""
+    from sglang.srt.arg_groups.overrides import attention_backends_of
+
+    resolved = resolved_arguments(server_args)
+    prefill, _ = attention_backends_of(resolved)
+    if not resolved.enable_mixed_chunk or prefill not in SLOW_WHERE_MIXED:
+        return None
+    return (
+        f"attention backend {prefill} takes 8 to 10 times as long for decodes in a batch with "
+        "prefills (measured on an H100)"
+    )
 
 
 def why_sglang_evicts(resolved: Any, config: Config) -> str | None:

@@ -52,7 +52,7 @@ from cosched.cli import (
 from cosched.config import Config, configured
 from cosched.core.batch import BatchShape, BatchTotals
 from cosched.engine.arguments import bind_cpu_threads, engine_arguments, resolve
-from cosched.engine.support import check_arguments
+from cosched.engine.support import check_arguments, why_mixing_is_slow
 from cosched.errors import ConfigError, choices
 from cosched.files import write_whole
 from cosched.lab.benchmark.live import VOCAB_SIZE, LiveResult
@@ -216,10 +216,12 @@ class Measure(JsonOption):
         from cosched.lab.local_engine import LocalEngine
 
         config = Config(policy=_POLICY)
-        flags = engine_arguments(self.flags, config, mixed_chunk=True)
-        if "--log-level" not in given:
-            flags += ["--log-level", "warning"]
+        more = [] if "--log-level" in given else ["--log-level", "warning"]
+        flags = engine_arguments([*self.flags, *more], config, mixed_chunk=True)
         server_args = resolve(flags)
+        if why_mixing_is_slow(server_args) is not None:  # a server does not mix unless told to
+            flags = engine_arguments([*self.flags, *more], config, mixed_chunk=False)
+            server_args = resolve(flags)
         check_arguments(server_args, config)
         if server_args.tp_size > 1 or server_args.dp_size > 1:
             raise ConfigError(

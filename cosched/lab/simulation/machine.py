@@ -28,7 +28,8 @@ class Machine:
                           of SGLang for the GPU
     max_prefill_tokens    SGLang's ``--max-prefill-tokens``
     max_running_requests  maximum number of running requests
-    mixed_chunk           prefill and decode in one iteration; default: as the policy requires
+    mixed_chunk           prefill and decode in one iteration; default: as the policy requires, but
+                          not with ``--device-overheads triton`` (as on a server)
     schedule_policy       order of stock scheduling
     overlap               SGLang's overlap scheduler
     radix_cache           keep the KV of prefixes for later requests; only stock scheduling can do

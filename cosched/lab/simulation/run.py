@@ -15,7 +15,7 @@ import msgspec
 from cosched.config import Config, SloConfig, configured, parse_config
 from cosched.core.request import RequestClass, Slo
 from cosched.engine.arguments import kv_arguments
-from cosched.engine.support import EVICTION_FLAG
+from cosched.engine.support import EVICTION_FLAG, SLOW_WHERE_MIXED
 from cosched.errors import ConfigError, CoschedError
 from cosched.lab.cost_models.base import OVERLAPPED, SYNCHRONOUS, CostModel, PrefixReads
 from cosched.lab.cost_models.overheads import DeviceOverheads, Launches, overheads_named
@@ -382,10 +382,11 @@ def engine_flags(spec: RunSpec) -> list[str]:
     """SGLang's flags: the machine's, the setting's, and those the policy needs."""
     flags = spec.machine.flags()
     flags += spec.setting.flags
+    mixes = spec.machine.mixed_chunk is None and spec.cost.device_overheads not in SLOW_WHERE_MIXED
     if spec.setting.schedule_policy is not None:
         flags += ["--schedule-policy", spec.setting.schedule_policy]
     for flag, argument in policy_entry(spec.setting.policy).arguments().items():
-        if flag != "--enable-mixed-chunk" or spec.machine.mixed_chunk is None:
+        if flag != "--enable-mixed-chunk" or mixes:
             flags += argument
     config = config_of(spec)
     if spec.setting.eviction is not None and policy_entry(spec.setting.policy).make is None:
