@@ -1,5 +1,7 @@
 """What cosched says of servers with GPUs (`tests.pretend_gpu`), asked in a process of its own."""
 
+import contextlib
+import io
 import json
 import os
 import subprocess
@@ -10,7 +12,8 @@ from unittest import mock
 
 
 def resolve_servers(servers, gpu="H100"):
-    """`Support` as a dictionary with its verdict, or ``{"error": reason}``, for each server.
+    """For each server `Support` as a dictionary with its verdict, whether it mixes prefills and
+    decodes, and what cosched said; or ``{"error": reason}``.
 
     A server is ``{"files": {path: contents}, "flags": [...], "config": cosched's, "environment":
     {...}}``. Contents are a text, or written as JSON. ``{folder}`` in a flag is where the files
@@ -35,7 +38,7 @@ def answer(files, flags, config=None, environment=None):
 
     from cosched.config import Config
     from cosched.engine.options import ServerFlags
-    from cosched.engine.support import support
+    from cosched.engine.support import resolved_arguments, support
     from cosched.errors import ConfigError
 
     settings = msgspec.convert(config or {}, Config)
@@ -45,11 +48,18 @@ def answer(files, flags, config=None, environment=None):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(contents if isinstance(contents, str) else json.dumps(contents))
         flags = [flag.replace("{folder}", folder) for flag in flags]
+        said = io.StringIO()
         try:
-            found = support(ServerFlags(flags).server_args(settings), settings)
+            with contextlib.redirect_stderr(said):
+                server_args = ServerFlags(flags).server_args(settings)
+            found = support(server_args, settings)
         except ConfigError as error:
             return {"error": str(error).replace(f"{folder}/", "")}
-    return found._asdict() | {"verdict": found.verdict()}
+    return found._asdict() | {
+        "verdict": found.verdict(),
+        "mixes": resolved_arguments(server_args).enable_mixed_chunk,
+        "said": [line for line in said.getvalue().splitlines() if line.startswith("cosched:")],
+    }
 
 
 if __name__ == "__main__":

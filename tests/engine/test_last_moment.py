@@ -148,6 +148,32 @@ def test_one_launch_in_a_hundred_comes_too_late(seed):
     assert 0.007 < moment.lead_s < 0.017
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_mispredicted_prefills_do_not_keep_decodes_from_waiting(seed):
+    """An iteration that ends long before its predicted end is no reason to plan short ones early,
+    whether it ended in the wait or in the short time of the plan after it."""
+    draw = random.Random(seed)
+    clock, device, moment = make()
+
+    def run(*, predicted_s, takes_s):
+        device.launch(predicted_s=predicted_s, takes_s=takes_s)
+        moment.wait()
+        clock.time_s += 0.002
+        moment.launching()
+        moment.launched(is_dry=device.has_run_dry())
+        clock.time_s = max(clock.time_s, device.done_s)
+
+    for _ in range(200):
+        run(predicted_s=draw.uniform(0.03, 0.3), takes_s=0.025)
+    num_dry = moment.num_dry
+    assert num_dry >= 10
+    for _ in range(2000):
+        clock.waits.clear()
+        run(predicted_s=0.01, takes_s=0.01)
+    assert clock.waits == ["work", pytest.approx(0.006, abs=0.003)]
+    assert moment.num_dry - num_dry <= 0.02 * 2000
+
+
 def test_a_sleep_ends_with_what_it_waits_for_or_with_its_time():
     clock = EngineClock()
     asked = []

@@ -33,6 +33,10 @@ DECODE = ["--disaggregation-mode", "decode"]
 PREFILL = ["--disaggregation-mode", "prefill"]
 Q8 = ["--dsa-prefill-backend", "flashmla_sparse_q8"]
 HOST = ["--enable-hierarchical-cache"]
+TRITON = ["--attention-backend", "triton"]
+FOR_PREFILLS = ["--prefill-attention-backend", "triton", "--decode-attention-backend", "fa3"]
+FOR_DECODES = ["--prefill-attention-backend", "fa3", "--decode-attention-backend", "triton"]
+MIXED = ["--enable-mixed-chunk"]
 DRAFT = ["--speculative-draft-model-path", "{folder}"]
 BATCHES = {"batches": {"folder": "/tmp/batches"}}
 POSTGRESQL = {"batches": {"folder": "/tmp/batches", "url": "postgresql://me@host/batches"}}
@@ -65,7 +69,12 @@ CASES = {
     "drafts and host memory": (QWEN3, ["--speculative-algorithm", "EAGLE", *DRAFT, *HOST], {}),
     "a model's flag": (EMBEDDING_GEMMA, ["--is-embedding"], {}),
     "turns": (QWEN3, Q8, {}),
-    "turns, mixed by the user": (QWEN3, [*Q8, "--enable-mixed-chunk"], {}),
+    "turns, mixed by the user": (QWEN3, [*Q8, *MIXED], {}),
+    "triton": (QWEN3, TRITON, {}),
+    "triton for prefills": (QWEN3, FOR_PREFILLS, {}),
+    "triton for decodes": (QWEN3, FOR_DECODES, {}),
+    "triton, mixed by the user": (QWEN3, [*TRITON, *MIXED], {}),
+    "triton, stock": (QWEN3, TRITON, {"policy": "sglang"}),
     "host memory": (QWEN3, HOST, {}),
     "host memory, two ranks": (QWEN3, [*HOST, "--tp", "2"], {}),
     "host memory, two ranks, write back": (
@@ -159,6 +168,26 @@ def test_a_backend_that_mixes_nothing_is_known_before_weights_are_loaded(answers
     """SGLang refuses it with mixed batches when the weights are loaded."""
     assert answers["turns"]["verdict"] == "planned"
     assert "flashmla_sparse_q8 does not support" in answers["turns, mixed by the user"]["error"]
+
+
+@pytest.mark.parametrize(
+    ("name", "mixes", "said"),
+    [
+        ("plain", True, None),
+        ("triton for decodes", True, None),
+        ("triton", False, "take turns (no --enable-mixed-chunk): attention backend triton takes 8"),
+        ("triton for prefills", False, "take turns (no --enable-mixed-chunk): attention backend"),
+        ("triton, mixed by the user", True, "warning: --enable-mixed-chunk makes chat and jobs"),
+        ("triton, stock", False, None),
+    ],
+)
+def test_prefills_and_decodes_take_turns_where_mixed_batches_are_slow(answers, name, mixes, said):
+    """A mixed batch runs in the attention backend of prefills."""
+    assert answers[name]["mixes"] is mixes
+    assert answers[name]["verdict"].startswith("planned") or name.endswith("stock")
+    lines = answers[name]["said"]
+    assert len(lines) == (said is not None)
+    assert said is None or said in lines[0]
 
 
 def test_nobody_is_asked_to_drop_a_flag_that_the_model_set(answers):

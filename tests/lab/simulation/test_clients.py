@@ -300,3 +300,21 @@ def test_stock_is_run_as_bros_ran_vllm():
     for flag in ("--page-size 16", "--chunked-prefill-size -1", "--disable-radix-cache"):
         assert flag in flags
     assert "--enable-mixed-chunk" not in flags
+
+
+@pytest.mark.parametrize(
+    ("changes", "mixes"),
+    [
+        ({}, True),
+        ({"cost": {"device_overheads": "fa3"}}, True),
+        ({"cost": {"device_overheads": "triton"}}, False),
+        ({"cost": {"device_overheads": "triton"}, "machine": {"mixed_chunk": True}}, True),
+        ({"machine": {"mixed_chunk": False}}, False),
+    ],
+)
+def test_a_simulated_server_mixes_where_a_real_one_does(changes, mixes):
+    spec = wave_spec("cosched")
+    spec = replace(
+        spec, **{part: replace(getattr(spec, part), **given) for part, given in changes.items()}
+    )
+    assert ("--enable-mixed-chunk" in engine_flags(spec)) is mixes
