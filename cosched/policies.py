@@ -70,6 +70,7 @@ _OWN = (
     _cosched("cosched-notimeline", "cosched with memory by SGLang's ratio", timeline=False),
     _cosched("cosched-mixing", "cosched with drafts given up for every prefill", turns=False),
     _cosched("cosched-apart", "cosched on ranks that agree on no time", agrees=False),
+    _cosched("cosched-unpaced", "cosched with iterations up to the targets", paced=False),
     _cosched("cosched-early", "cosched with each iteration planned an iteration ahead", early=True),
 )
 

@@ -159,6 +159,7 @@ class FakeView:
     lengths: Mapping[str, LengthEstimate] = field(default_factory=dict)
     window_kv: WindowKv | None = None
     offline_limits: OfflineLimits = field(default_factory=OfflineLimits)
+    num_behind: int = 0
 
     @property
     def kv(self) -> KvState:

@@ -106,6 +106,8 @@ class Feeder:
         self.finished: Counter[str] = Counter()
         """Since the start: answered and failed lines, input and output tokens."""
         self._in_flight: dict[str, dict[int, _InFlight]] = defaultdict(dict)
+        self._num_behind = 0
+        """Lines of all batches that are not sent yet, a server's part of them."""
         self._finished: list[Finished] = []
         self._has_finished = asyncio.Event()
         self._flushing, self._starting = asyncio.Lock(), asyncio.Lock()
@@ -344,6 +346,7 @@ class Feeder:
             late={batch.id for batch in found if self._is_late(batch)},
         )
         by_id = {batch.id: batch for batch in found}
+        num_waiting = sum(batch.num_left for batch in found) - self.num_in_flight
         claims = await self._run("step", self._claims.next, found, here)
         await self._update_models()
         away: FilesUnavailableError | None = None
@@ -358,6 +361,8 @@ class Feeder:
             except FilesUnavailableError as error:
                 away = error  # files of other batches may be copied here already
                 continue
+            num_waiting -= len(lines)
+            self._num_behind = max(num_waiting, 0) // self.num_servers
             for line in lines:
                 self._in_flight[batch.id][line.number] = _InFlight(
                     task=asyncio.create_task(self._answer(batch, line)),
@@ -398,7 +403,7 @@ class Feeder:
         usage: dict[str, Any] = {}
         if isinstance(line, RequestLine):
             try:
-                state = self._state(self._deadline_s(batch), batch)
+                state = self._state(self._deadline_s(batch), batch, self._num_behind)
                 async with self._starting:
                     await asyncio.sleep(0)  # one line in each turn of the loop, which serves chats
                 outcome = await self._client.send(line, extensions={"state": state})

@@ -154,8 +154,8 @@ class BatchService:
         """Send lines to `app` within the block, as the server's own requests.
 
         api_key    that `app` requires
-        state      deadline from now on [s], owner, tenant, and what is called with the cost of a
-                   request that is aborted [s] -> its ``request.state``
+        state      deadline from now on [s], owner, tenant, what is called with the cost of a
+                   request that is aborted [s], and how many come after it -> its ``request.state``
         is_paused  whether the operator pauses offline work on this server
         progress   the progress of the schedulers
         scope      of the model, for the bounds of the fields of lines
@@ -168,9 +168,9 @@ class BatchService:
             transport=InProcessTransport(app, state=state(None)),
         )
 
-        def of_line(deadline_s: float, batch: Batch) -> Mapping[str, Any]:
+        def of_line(deadline_s: float, batch: Batch, num_behind: int) -> Mapping[str, Any]:
             aborted = partial(self._aborted, batch.id)
-            return state(deadline_s, batch.owner, batch.tenant, aborted)
+            return state(deadline_s, batch.owner, batch.tenant, aborted, num_behind)
 
         async with client:
             self._feeder = Feeder(

@@ -122,6 +122,19 @@ class BatchTotals:
         if context > self.max_prefill_context:
             self.max_prefill_context = context
 
+    def add_prefills(self, num: int, num_new: int, num_cached: int) -> None:
+        """As many requests that are all like this one. O(1)."""
+        if not num:
+            return
+        self.num_prefills += num
+        self.num_new += num * num_new
+        self.num_cached += num * num_cached
+        self.double_pairs += num * num_new * (2 * num_cached + num_new)
+        tail = num_new - QUERY_TILE
+        if tail > 0:
+            self.double_tail_pairs += num * tail * (2 * (num_cached + QUERY_TILE) + tail)
+        self.max_prefill_context = max(self.max_prefill_context, num_new + num_cached)
+
     def add_decode(self, context: int) -> None:
         """A decode that attends to `context` tokens, its new one included."""
         self.num_decodes += 1

@@ -52,6 +52,10 @@ class Predictor(Protocol):
         """Time of the iteration [s]; 0.0 for an empty one. Never raises."""
         ...
 
+    def knows(self, totals: BatchTotals) -> bool:
+        """False: it guesses, since no iteration as large has been seen."""
+        return True
+
     def max_prefill(
         self, totals: BatchTotals, num_cached: int, limit_s: float, limit_tokens: int
     ) -> int:

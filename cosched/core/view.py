@@ -407,6 +407,11 @@ class View(Protocol):
         ...
 
     @property
+    def num_behind(self) -> int:
+        """Offline requests that are still to come, as far as their senders say."""
+        ...
+
+    @property
     def offline_limits(self) -> OfflineLimits: ...
 
     def match(self, request: Request) -> Match:

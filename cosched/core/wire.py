@@ -38,6 +38,7 @@ from cosched.errors import RequestError, choices
 
 __all__ = [
     "ANTHROPIC_SERVICE_TIERS",
+    "BEHIND_KEY",
     "GATEWAY_HEADER",
     "GATEWAY_PRIORITIES",
     "GRANTED_TIERS",
@@ -147,9 +148,11 @@ SERVER_KEY = "cosched_server"
 """In ``custom_params``: what the HTTP side tells the scheduler. Clients cannot set it."""
 
 NAME_KEY, OWNER_KEY, USAGE_KEY = "name", "owner", "device_seconds"
+BEHIND_KEY = "behind"
 """In it: ``KEY/TENANT`` or ``KEY``, by the operator's names; the owner, where its key has no name
-(`cosched.core.shares`); whether the reply says what it cost. The last is the field of ``usage``,
-and in the ``meta_info`` of SGLang's replies, too."""
+(`cosched.core.shares`); whether the reply says what it cost, which is also the field of ``usage``
+and of the ``meta_info`` of SGLang's replies; of a line of a batch: lines that will come after it to
+this server."""
 
 SLO_HEADERS: Mapping[str, str] = {
     "x-slo-ttft-ms": "ttft_slo_ms",

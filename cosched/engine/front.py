@@ -17,6 +17,7 @@ from cosched.config import Config
 from cosched.core.request import RequestClass, Slo
 from cosched.core.wire import (
     ANTHROPIC_SERVICE_TIERS,
+    BEHIND_KEY,
     GRANTED_TIERS,
     HINT_KEY,
     LATE_HEADER,
@@ -53,6 +54,7 @@ Send = Callable[[Message], Awaitable[None]]
 _STATE, _TIERED, _RETRY_AFTER = "cosched", "cosched_tiered", "cosched_retry_after_s"
 _OWN, _OWN_NAME, _LATE = "cosched_own", "cosched_own_name", "cosched_late"
 _DEVICE_S, _ABORTED, _IGNORED = "cosched_device_s", "cosched_aborted", "cosched_ignored"
+_BEHIND = "cosched_behind"
 
 _NOT_LATE = "no"
 
@@ -88,6 +90,7 @@ def own_request(
     owner: str = "",
     tenant: str = "",
     aborted: Callable[[float], None] | None = None,
+    num_behind: int = 0,
     *,
     keys: ApiKeys = NO_KEYS,
 ) -> dict[str, Any]:
@@ -97,10 +100,16 @@ def own_request(
     deadline_s  latest completion, from now on [s], unless the request names one
     owner       digest of the API key that it costs
     aborted     called with what it has cost [s] if it is aborted while it runs
+    num_behind  requests that will come after it
     """
     name = keys.name(owner) + (f"/{tenant}" if tenant else "")
     slo = params_of_slo(Slo(deadline_s=deadline_s))
-    return {_OWN: slo, _OWN_NAME: (name, keys.owner(owner)), _ABORTED: aborted}
+    return {
+        _OWN: slo,
+        _OWN_NAME: (name, keys.owner(owner)),
+        _ABORTED: aborted,
+        _BEHIND: num_behind,
+    }
 
 
 def told_of_abort(request: Any) -> Callable[[float], None] | None:
@@ -186,7 +195,7 @@ class Front:
             clamp = grant.bounds.clamp
             params = map_targets(params, partial(_clamped, clamp))
         if request is not None:
-            params = with_server_params(params, _told(grant))
+            params = with_server_params(params, _told(grant, getattr(state, _BEHIND, 0)))
         obj.sampling_params = params
 
     def ended(self, request: Any, *, is_whole: bool) -> None:
@@ -259,9 +268,14 @@ def _clamped(clamp: Callable[[Slo], Slo], own: Mapping[str, Any]) -> dict[str, A
     return granted if hint is None else {**granted, HINT_KEY: hint}
 
 
-def _told(grant: Grant) -> dict[str, Any]:
+def _told(grant: Grant, num_behind: int) -> dict[str, Any]:
     """What the scheduler learns of a request beside class and targets."""
-    told = {NAME_KEY: grant.name, OWNER_KEY: grant.owner, USAGE_KEY: grant.wish.asks_usage}
+    told = {
+        NAME_KEY: grant.name,
+        OWNER_KEY: grant.owner,
+        USAGE_KEY: grant.wish.asks_usage,
+        BEHIND_KEY: num_behind,
+    }
     return {key: value for key, value in told.items() if value}
 
 

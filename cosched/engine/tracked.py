@@ -11,6 +11,7 @@ from cosched.core.request import PLAIN, LateReason, RequestClass, Slo, Traits
 from cosched.core.shares import share_path
 from cosched.core.tiers import Tier, tier_rank, with_targets
 from cosched.core.wire import (
+    BEHIND_KEY,
     NAME_KEY,
     OWNER_KEY,
     USAGE_KEY,
@@ -52,6 +53,7 @@ class TrackedRequest:
         "late",
         "length",
         "max_new_tokens",
+        "num_behind",
         "num_penalized",
         "num_preempted_at",
         "num_prompt_tokens",
@@ -96,6 +98,8 @@ class TrackedRequest:
         self.tenant = str(told.get(NAME_KEY, ""))
         """``KEY/TENANT`` or ``KEY``, by the names of the configuration; empty: none is known."""
         self.share_path = share_path(self.tenant, str(told.get(OWNER_KEY, "")))
+        self.num_behind = int(told.get(BEHIND_KEY, 0))
+        """Of a line of a batch: lines that come after it."""
         self.payer = Payer(self.tenant, self.request_class)
         self.device_s = 0.0
         """What it has cost (`cosched.predict.account`)."""

@@ -167,6 +167,10 @@ class SchedulerView:
         return len(self._waiting.offline)
 
     @property
+    def num_behind(self) -> int:
+        return self._waiting.num_behind
+
+    @property
     def offline_limits(self) -> OfflineLimits:
         limits, offline = self._waiting.offline_limits, RequestClass.OFFLINE
         if limits.max_running is None:

@@ -58,6 +58,8 @@ class WaitingQueue:
         self.clock = clock
         self.num_tokens = 0
         """Prompt and generated tokens of all waiting requests."""
+        self.num_behind = 0
+        """Offline requests that will come after the newest, as its sender said."""
         self.aborted: Counter[RequestClass] = Counter()
         """Requests that were taken out and will not run."""
         self.cancelled: Counter[RequestClass] = Counter()
@@ -80,6 +82,7 @@ class WaitingQueue:
         self._preempted: dict[str, TrackedRequest] = {}
         """Requests with output tokens, by rid."""
         self._seq = itertools.count()
+        self._newest_seq = -1
 
     def advance(self, now_s: float) -> None:
         """Advance the time of the pool, before planning."""
@@ -121,6 +124,9 @@ class WaitingQueue:
                 with self._guard.watching("kv"):
                     self.kv.online_waits(tracked)
         else:
+            if tracked.arrival_seq > self._newest_seq:
+                self._newest_seq = tracked.arrival_seq
+                self.num_behind = tracked.num_behind
             with self._pool() as pool:
                 pool.add(tracked)
                 self._refer(tracked, 1)

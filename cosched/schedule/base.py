@@ -46,6 +46,7 @@ class Budgets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                    offline work get shorter
     late_bound     wait after which `cosched` starts an online request that has missed its TTFT
                    target before requests that can still meet theirs [TTFT targets]
+    chat_pace      share of the batch's speed that `cosched` gives for the pace of chat; 0: none
     token_group    tokens that are due together (BROS §4.1)
     """
 
@@ -55,6 +56,7 @@ class Budgets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     idle_share: float = 0.3
     crowded_share: float = 0.2
     late_bound: float = 120.0
+    chat_pace: float = 0.02
     token_group: int = 1
 
     def __post_init__(self) -> None:
@@ -62,8 +64,10 @@ class Budgets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             value = getattr(self, name)
             if not 0 < value <= most:
                 raise ConfigError(f"{name} {value} is not above 0 and up to {most:g}")
-        if not 0 <= self.crowded_share < 1:
-            raise ConfigError(f"crowded_share {self.crowded_share} is not from 0 to below 1")
+        for name in ("crowded_share", "chat_pace"):
+            value = getattr(self, name)
+            if not 0 <= value < 1:
+                raise ConfigError(f"{name} {value} is not from 0 to below 1")
         if not 0 < self.late_bound < float("inf"):
             raise ConfigError(f"late_bound {self.late_bound} is not a positive number")
         if self.token_group < 1:

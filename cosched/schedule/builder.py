@@ -131,6 +131,10 @@ class PlanBuilder:
             request.request_class is RequestClass.ONLINE for request in self.unfinished()
         )
 
+    def num_offline_admitted(self) -> int:
+        waiting = map(self.view.waiting, self.prefill)
+        return sum(r is not None and r.request_class is RequestClass.OFFLINE for r in waiting)
+
     @property
     def num_preempted(self) -> int:
         return len(self._preempted)

@@ -61,6 +61,7 @@ from cosched.schedule.candidates import (
     least_urgent_first,
     punishments,
 )
+from cosched.schedule.chat_pace import Course, paced_s
 from cosched.schedule.deadlines import Deadlines, PrefillSlacks, online_prefills
 from cosched.schedule.following import LEAST_SHARED
 from cosched.schedule.forecast import KvForecast
@@ -101,11 +102,13 @@ class Past(msgspec.Struct, frozen=True, kw_only=True):
 
     turns    of each tier
     credits  of each tier (`cosched.schedule.tiers`)
+    course   of the offline work
     idle_s   what offline prefills' waiting for company has cost (`Turn`) [s]
     """
 
     turns: tuple[LateTurn, ...] = (LateTurn(),)
     credits: tuple[float, ...] = (0.0,)
+    course: Course = Course()
     idle_s: float = 0.0
 
 
@@ -139,6 +142,7 @@ class CoschedOptions:
     longest_first  offline requests by their expected replies; False: in the pool's order
     timeline  memory is set aside by the expected lengths of outputs, not by the engine's ratio
     agrees    with ranks that step together, what they need of an iteration counts on all of them
+    paced     iterations are no longer than the batch needs; False: as long as the targets allow
     turns     with drafts offline prefills wait for company; False: they mix with every decode
     """
 
@@ -147,6 +151,7 @@ class CoschedOptions:
     longest_first: bool = True
     timeline: bool = True
     agrees: bool = True
+    paced: bool = True
     turns: bool = True
 
 
@@ -189,6 +194,9 @@ class CoschedPolicy:
         prefills = deadlines.prefill_slacks(order.due)
         offline_s = self._offline_s(deadlines, prefills, view)
         budget = self._time_budget(deadlines, prefills, order, view, offline_s)
+        if options.paced and self._may_pace(view):
+            cost = self._settings.budgets.chat_pace
+            budget.paced_s = partial(paced_s, builder, state.course, cost=cost)
         turn = Turn(alone=False)
         if options.turns:
             turn = next_turn(builder, deadlines, order, offline_s=offline_s, idle_s=state.idle_s)
@@ -213,8 +221,16 @@ class CoschedPolicy:
         return plan, Past(
             turns=tuple(turns),
             credits=next_credits(self._settings.tiers, state.credits, ranks, builder),
+            course=state.course.after(builder),
             idle_s=0.0 if plan.prefill else turn.idle_s,
         )
+
+    def _may_pace(self, view: View) -> bool:
+        """Not where the operator or other ranks say how long it lasts, nor with drafts, where turns
+        are about it."""
+        others = view.others
+        is_alone = not others.alone_s and not others.fills and others.taken_s <= 0
+        return is_alone and view.tokens_per_decode <= 1 and self._settings.latency_budget_s is None
 
     def needs(self, view: View) -> RankNeeds:
         if not self._options.agrees:

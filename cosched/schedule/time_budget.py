@@ -60,6 +60,9 @@ class TimeBudget:
         self.offline_s = offline_s
         self._beside_online = beside_online
         self._longer_s = longer_s
+        self.paced_s: Callable[[float], float] | None = None
+        """Most time of an iteration with offline work -> how long it should be [s]; None: as long
+        as it may."""
         self._rides = rides
         self._pieces_s = pieces_s
         self._most_online: int | None = None
@@ -70,6 +73,8 @@ class TimeBudget:
             self.offline_s = 0.0
         if self._longer_s is not None:
             self.offline_s = min(self.offline_s, self._longer_s(self._ledger.seconds()))
+        if self.paced_s is not None:
+            self.offline_s = self.paced_s(self.offline_s)
 
     def limits(self) -> Mapping[str, float]:
         limits = {"online": self.online_s, "offline": self.offline_s}

@@ -91,6 +91,22 @@ def test_any_sequence_of_operations_gives_what_a_list_gives():
             assert queue[index] is model[index]
 
 
+def test_what_is_still_to_come_is_what_the_newest_line_said():
+    queue = make_queue()
+    for rid, behind in (("a", 9), ("b", 8)):
+        req = make_req(rid, -1)
+        req.sampling_params.custom_params = {"cosched_server": {"behind": behind}}
+        queue.append(req)
+    first = queue.pop(0)
+    assert queue.num_behind == 8
+    queue.append(first)  # preempted
+    assert queue.num_behind == 8
+    queue.append(make_req("online", 0))
+    assert queue.num_behind == 8
+    queue.append(make_req("c", -1))
+    assert queue.num_behind == 0
+
+
 def test_an_engine_in_this_process_leaves_no_thread_behind(make_engine):
     """SGLang's watchdog would kill the parent of this process minutes after the last run."""
     before = threading.active_count()

@@ -26,7 +26,8 @@ BUDGETS = Budgets(aim=1.0, ttft_aim=1.0, burst=2.0, idle_share=0.3)
 
 def planned(view, state=None, *, predictor=None, slo=SLO, **options):
     settings = PolicySettings(caps=view.caps, slo=slo, budgets=BUDGETS)
-    policy = CoschedPolicy(settings, CoschedOptions(**options))
+    # What the deadlines allow; `test_chat_pace` is about shorter iterations.
+    policy = CoschedPolicy(settings, CoschedOptions(**{"paced": False, **options}))
     view = replace(view, predictor=predictor or Linear())
     plan, after = policy.plan(view, state or policy.initial)
     validate(plan, view)
@@ -187,7 +188,7 @@ def test_a_reader_sees_no_stall_however_much_time_was_saved(rest):
     budgets = Budgets(aim=1.0, ttft_aim=1.0, burst=10.0, idle_share=0.3)
     for is_capped in (True, False):
         settings = PolicySettings(caps=CAPS, slo=SLO, budgets=budgets)
-        policy = CoschedPolicy(settings, CoschedOptions(gap_cap=is_capped))
+        policy = CoschedPolicy(settings, CoschedOptions(gap_cap=is_capped, paced=False))
         plan, _ = policy.plan(replace(view, predictor=Linear()), policy.initial)
         assert (seconds_of(plan, view) <= GAPS * TPOT_S + 1e-9) == is_capped
 

@@ -20,6 +20,7 @@ class Arrival:
 
     num_output_tokens  length of the reply; the scheduler sees only `max_new_tokens`
     priority           of an online request
+    num_behind         requests of its job that come after it, where the client says so
     output_ids         tokens of a simulated reply that a later prompt contains; empty: any. The
                        last token is always the end of the reply
     """
@@ -34,6 +35,7 @@ class Arrival:
     tenant: str = ""
     slo: Slo = field(default_factory=Slo)
     priority: int = 0
+    num_behind: int = 0
 
 
 class Source(Protocol):

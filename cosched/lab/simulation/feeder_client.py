@@ -149,4 +149,8 @@ class FeederClient:
             for line, request in zip(lines, requests, strict=True):
                 self._in_flight[request.rid] = (claim.batch_id, line.number)
             for arrival in arrivals_of(requests, vocab_size=self._vocab_size):
-                yield replace(arrival, arrival_s=self._now_s)
+                yield replace(
+                    arrival,
+                    arrival_s=self._now_s,
+                    num_behind=self._num_waiting // self._num_servers,
+                )

@@ -25,6 +25,7 @@ import psutil
 from cosched.core.batch import BatchShape
 from cosched.core.request import RequestClass
 from cosched.core.wire import (
+    BEHIND_KEY,
     HINT_KEY,
     NAME_KEY,
     OFFLINE_PRIORITY,
@@ -370,8 +371,9 @@ class VirtualEngine:
         if self._tells_lengths:
             params[HINT_KEY] = arrival.num_output_tokens
         custom: dict[str, Any] = {PARAMS_KEY: params} if params else {}
-        if arrival.tenant:
-            custom[SERVER_KEY] = {NAME_KEY: arrival.tenant}
+        told = {NAME_KEY: arrival.tenant, BEHIND_KEY: arrival.num_behind}
+        if any(told.values()):
+            custom[SERVER_KEY] = told
         self.local.submit(
             arrival.rid,
             arrival.input_ids,

@@ -215,6 +215,9 @@ def fed(jobs, **config):
     for second in itertools.count():
         for arrival in client.due(float(second)):
             assert arrival.arrival_s == second
+            total = sum(len(job.requests) for job in jobs if job.start_s <= second)
+            assert arrival.num_behind >= total - len(sent) - config["high_watermark"]
+            assert arrival.num_behind < total - len(sent), "how many are still to come"
             under_way.append(arrival.rid)
             sent.append(int(arrival.rid[1:]) % 6)
             counts.append(len(under_way))
