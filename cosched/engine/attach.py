@@ -10,6 +10,7 @@ from typing import Any
 
 from cosched.config import Config
 from cosched.core.batch import BatchTotals
+from cosched.core.caps import EngineCaps
 from cosched.engine import port
 from cosched.engine.clock import Clock, EngineClock
 from cosched.engine.controller import Controller
@@ -52,6 +53,7 @@ from cosched.pool.tenants import TenantPool
 from cosched.predict.account import Account
 from cosched.predict.calibration import Calibrator
 from cosched.predict.fitted import GraphSizes
+from cosched.predict.tolerance import ToleranceConfig
 from cosched.schedule.base import PolicySettings
 
 RECOMPUTE_WINDOW_S = 60.0
@@ -199,9 +201,9 @@ def _controller(
     if is_source:
         observer.account = waiting.account
     isolated = None
-    if config.tolerance is not None and is_source:
+    if is_source and entry.timed and (config.tolerance is not None or _has_baseline(caps)):
         isolated = waiting.isolated = IsolatedWatch(
-            config.tolerance,
+            config.tolerance or ToleranceConfig(),
             caps=caps,
             overlaps=overlaps,
             plans_ahead=overlaps and last_moment is None,
@@ -263,6 +265,14 @@ def _controller(
     scheduler.waiting_queue = waiting
     port.report_waiting(scheduler, WaitingSummary(waiting))
     return controller
+
+
+def _has_baseline(caps: EngineCaps) -> bool:
+    """Whether `cosched.predict.isolated` has the rules by which stock SGLang would serve online
+    requests here: not where ranks or servers share the work, or a decode gives several tokens."""
+    parallel = port.parallel()
+    is_shared = parallel.group_size > 1 or parallel.num_stages > 1 or port.shares_work()
+    return not is_shared and caps.decode_reserve == 1
 
 
 def _evicts(scheduler: Any, config: Config) -> bool:

@@ -74,7 +74,7 @@ class Controller:
     ranks        None: there is one rank
     group        None: no other ranks step together with this one, and there is no pipeline
     last_moment  None: an iteration is planned as soon as the one before it runs, or has ended
-    isolated     None: there is no tolerance beside the targets
+    isolated     None: what online requests would have alone is not known here
     kv           None: SGLang's own eviction order holds
     storage      None: there is no storage below host memory
     prefixes     None: the engine reads the KV of a shared prefix for each request
@@ -301,7 +301,7 @@ class Controller:
             with self.guard.watching("kv"):
                 self.kv.advance(moment.now_s, self.predictor)
         if self.isolated is not None:
-            with self.guard.watching("tolerance"):
+            with self.guard.watching("isolated"):
                 self.isolated.advance(moment.now_s)
         self.predictor.error = error_factor(self.config.predictor_error, self.counters.num_plans)
         return moment

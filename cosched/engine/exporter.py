@@ -100,7 +100,7 @@ _TABLE = (
     _Row(Metric("tier_slo_missed", _C, "Online requests of a tier that missed a target.", _TIER)),
     _Row(Metric("tier_requests", _G, "Online requests of a tier that wait or run.",
                 ("tier", "state"))),
-    # Tolerance mode.
+    # Online requests beside offline work and without it.
     _rows(_C, "beside_seconds", "Sum of the TTFT or TPOT of online requests beside offline work.",
           "latency", "alone.{}.total_s", _LATENCIES),
     _rows(_C, "alone_seconds",
@@ -115,8 +115,8 @@ _TABLE = (
     _rows(_G, "alone_p99_seconds",
           "p99 of the estimated TTFT or TPOT of recent online requests without offline work.",
           "latency", "alone.{}.p99_alone_s", _LATENCIES),
-    _rows(_G, "tolerance_room_ratio", "Share of TTFT or TPOT that offline work may still add.",
-          "latency", "alone.{}.room", _LATENCIES),
+    _Row(Metric("tolerance_room_ratio", _G,
+                "Share of TTFT or TPOT that offline work may still add.", ("latency",))),
     # Plans.
     _row(_C, "preemptions", "Running requests preempted by a plan.", "num_preemptions"),
     _row(_C, "recomputed_tokens", "Tokens computed again because a preemption lost their KV.",
@@ -291,6 +291,10 @@ class MetricsExporter:
                 self._show(_C, "tier_slo_missed", num_missed, tier=name, target=target)
             self._show(_G, "tier_requests", tier.num_waiting, tier=name, state="waiting")
             self._show(_G, "tier_requests", tier.num_running, tier=name, state="running")
+        for latency in _LATENCIES if state.alone is not None else ():
+            room = getattr(state.alone, latency).room
+            if room is not None:
+                self._show(_G, "tolerance_room_ratio", room, latency=latency)
         most = state.offline_limits.max_running
         self._of("offline_max_running").set(math.inf if most is None else most)
         for log in state.logs_off:

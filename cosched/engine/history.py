@@ -74,12 +74,14 @@ class History:
 
 def sample_of(at_s: float, replicas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Sums over the schedulers. ttft, tpot: sum [s] and number of online requests; attainment:
-    requests within all targets, and others; tiers: the same of each; keys: device seconds."""
+    requests within all targets, and others; tiers: the same of each; alone: ttft and tpot as they
+    would be without offline work, where that is known; keys: device seconds."""
     keys: Counter[str] = Counter()
     for one in replicas:
         for by_tenant in one["device_s"].values():
             for tenant, seconds in by_tenant.items():
                 keys[key_of(tenant)] += seconds
+    alone = [one["alone"] for one in replicas if one["alone"]]
     held = [one["kv"] for one in replicas if one["kv"]]
     return {
         "at_s": round(at_s, 1),
@@ -88,6 +90,10 @@ def sample_of(at_s: float, replicas: Sequence[Mapping[str, Any]]) -> dict[str, A
         "offline_tokens": sum(one["offline_output_tokens"] for one in replicas),
         "tiers": {
             name: _served([one["tiers"][name] for one in replicas]) for name in replicas[0]["tiers"]
+        },
+        "alone": {
+            name: _added([(one[name]["total_alone_s"], one[name]["num"]) for one in alone])
+            for name in ("ttft", "tpot")
         },
         "kv": [sum(kv[use] for kv in held) for use in _KV_USES] if held else [],
         "keys": {key: round(seconds, 3) for key, seconds in keys.items()},

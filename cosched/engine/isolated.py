@@ -1,9 +1,9 @@
-"""What the online requests of this scheduler would have alone, and what is left of what was
-promised of it (`cosched.predict`)."""
+"""What the online requests of this scheduler would have alone, for whoever asks what a batch costs
+them, and for tolerance mode (`cosched.predict`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import msgspec
 
@@ -15,7 +15,7 @@ from cosched.engine import port
 from cosched.engine.tracked import TrackedRequest
 from cosched.predict.calibration import Calibrator
 from cosched.predict.isolated import MOST_FOLLOWED, IsolatedBaseline
-from cosched.predict.tolerance import Promise, ToleranceConfig
+from cosched.predict.tolerance import LatencyComparison, Promise, ToleranceConfig
 
 _WAITS = 1.5
 """By how many times what offline work adds to an iteration a first token comes later, in the mean:
@@ -25,27 +25,27 @@ half of the iteration that is under way, and its own. Once more where another is
 class LatencyBeside(msgspec.Struct, frozen=True, kw_only=True):
     """One latency of the online requests that have ended, and what it would have been alone [s].
 
-    share      tolerance: by how much mean and p99 may exceed those of the isolated baseline
+    share      tolerance: by how much mean and p99 may exceed those of the isolated baseline; None:
+               nothing is promised of it
     num        requests; p99 is of the latest 1,000 to 2,000 of them
-    room       by what share of its mean alone offline work may lengthen that of the next ones
+    room       by what share of its mean alone offline work may lengthen that of the next ones;
+               None: nothing is promised of it
     """
 
-    share: float
+    share: float | None
     num: int
     total_s: float
     total_alone_s: float
     p99_s: float | None
     p99_alone_s: float | None
-    room: float
+    room: float | None
 
 
 class IsolatedState(msgspec.Struct, frozen=True, kw_only=True):
-    """ttft, tpot      None: nothing is promised of it
-    num_forgotten   requests that were too many to be followed
-    """
+    """num_forgotten: requests that were too many to be followed."""
 
-    ttft: LatencyBeside | None
-    tpot: LatencyBeside | None
+    ttft: LatencyBeside
+    tpot: LatencyBeside
     num_forgotten: int
 
 
@@ -73,10 +73,7 @@ class IsolatedWatch:
             page_size=caps.page_size,
             overlaps=overlaps,
         )
-        shares = {"ttft": config.ttft, "tpot": config.tpot}
-        self._promises: Mapping[str, Promise] = {
-            name: Promise(share) for name, share in shares.items() if share is not None
-        }
+        self._ttft, self._tpot = map(_comparison, (config.ttft, config.tpot))
         self._predictor = predictor
         self._num_cached = num_cached
         self._followed: set[str] = set()
@@ -85,7 +82,7 @@ class IsolatedWatch:
 
     def arrived(self, tracked: TrackedRequest) -> None:
         """A request has come; offline ones are not followed."""
-        if tracked.request_class is not RequestClass.ONLINE or not self._predictor.is_known:
+        if tracked.request_class is not RequestClass.ONLINE or not self._can_predict:
             return
         if len(self._followed) >= MOST_FOLLOWED:
             self._followed.clear()
@@ -121,18 +118,29 @@ class IsolatedWatch:
             if achieved is None:
                 continue
             ttft_s, tpot_s = achieved
-            ttft, tpot = self._promises.get("ttft"), self._promises.get("tpot")
-            if ttft is not None:
-                ttft.judge(baseline_s=served.ttft_s, achieved_s=ttft_s)
-            if tpot is not None and tpot_s is not None and served.tpot_s is not None:
-                tpot.judge(baseline_s=served.tpot_s, achieved_s=tpot_s)
+            self._ttft.judge(baseline_s=served.ttft_s, achieved_s=ttft_s)
+            if tpot_s is not None and served.tpot_s is not None:
+                self._tpot.judge(baseline_s=served.tpot_s, achieved_s=tpot_s)
+
+    @property
+    def _can_predict(self) -> bool:
+        """A promise waits until decodes without a prefill have been measured too; beside a batch
+        there may be none for long, and then people see what is estimated of them."""
+        if isinstance(self._ttft, Promise) or isinstance(self._tpot, Promise):
+            return self._predictor.is_known
+        return self._predictor.knows_prefills
 
     def _predict_s(self, totals: BatchTotals) -> float:
         return self._predictor.estimate_s(totals) * self._predictor.error
 
     @property
-    def headroom(self) -> ToleranceHeadroom:
-        ttft, tpot = self._promises.get("ttft"), self._promises.get("tpot")
+    def headroom(self) -> ToleranceHeadroom | None:
+        """None: nothing is promised."""
+        ttft, tpot = (
+            one if isinstance(one, Promise) else None for one in (self._ttft, self._tpot)
+        )
+        if ttft is None and tpot is None:
+            return None
         return ToleranceHeadroom(
             wait_s=None if ttft is None else ttft.headroom * ttft.mean_baseline_s / self._waits,
             share=None if tpot is None else tpot.headroom,
@@ -140,22 +148,26 @@ class IsolatedWatch:
 
     def state(self) -> IsolatedState:
         """For people and metrics."""
-        latencies = {name: _latency(promise) for name, promise in self._promises.items()}
         return IsolatedState(
-            ttft=latencies.get("ttft"),
-            tpot=latencies.get("tpot"),
+            ttft=_latency(self._ttft),
+            tpot=_latency(self._tpot),
             num_forgotten=self._baseline.num_forgotten,
         )
 
 
-def _latency(promise: Promise) -> LatencyBeside:
-    alone_s, achieved_s = promise.tails_s
+def _comparison(share: float | None) -> LatencyComparison:
+    return LatencyComparison() if share is None else Promise(share)
+
+
+def _latency(compared: LatencyComparison) -> LatencyBeside:
+    alone_s, achieved_s = compared.tails_s
+    promise = compared if isinstance(compared, Promise) else None
     return LatencyBeside(
-        share=promise.share,
-        num=promise.num,
-        total_s=promise.total_achieved_s,
-        total_alone_s=promise.total_baseline_s,
+        share=None if promise is None else promise.share,
+        num=compared.num,
+        total_s=compared.total_achieved_s,
+        total_alone_s=compared.total_baseline_s,
         p99_s=achieved_s,
         p99_alone_s=alone_s,
-        room=promise.headroom,
+        room=None if promise is None else promise.headroom,
     )

@@ -53,6 +53,31 @@ def describe(config: Config, server_args: Any) -> str:
     return "; ".join(facts)
 
 
+def batch_price(config: Config) -> str:
+    """One sentence: how much slower chats may become while a batch runs."""
+    entry, tolerance = policy_entry(config.policy), config.tolerance
+    target = f"target {config.slo.tpot_ms:g} ms"
+    if config.tiers:
+        slos = (tier.slo.tpot_s for tier in config.online_tiers())
+        tpots_ms = [config.slo.tpot_ms if tpot_s is None else 1e3 * tpot_s for tpot_s in slos]
+        target = f"targets of its tiers {', '.join(f'{tpot_ms:g}' for tpot_ms in tpots_ms)} ms"
+        most_ms = max(tpots_ms)
+    else:
+        most_ms = config.slo.tpot_ms
+    begin = "while a batch runs, chat decodes at "
+    if not entry.timed:
+        return f"{begin}any pace ({target}): policy {entry.name} plans without predicted times"
+    if tolerance is not None and tolerance.tpot is not None:
+        price = f"{begin}most {100 * tolerance.tpot:g} % slower than alone, mean and p99 ({target})"
+    elif config.latency_budget_ms is not None:
+        price = f"{begin}up to {config.latency_budget_ms:g} ms a token (latency budget; {target})"
+    else:
+        price = f"{begin}up to {most_ms:g} ms a token ({target})"
+    if tolerance is not None and tolerance.ttft is not None:
+        price += f"; its first tokens come at most {100 * tolerance.ttft:g} % later, mean and p99"
+    return price
+
+
 def wait_until_listening(server_args: Any) -> bool:
     """Wait until this process listens on the server's port. False: it does not."""
     port = resolving_view(server_args).port
@@ -73,6 +98,7 @@ def log_ready(server_args: Any, config: Config) -> None:
     """Log the policy, two requests to try, and how to activate the virtual environment."""
     url = server_args.url()
     logger.info("cosched: ready on %s: %s", url, describe(config, server_args))
+    logger.info("cosched: %s", batch_price(config))
     resolved = resolving_view(server_args)
     if (Path(resolved.model_path) / DEMO_MODEL_STAMP).exists():
         logger.info("cosched: the demo model has random weights: its replies are gibberish")

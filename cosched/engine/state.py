@@ -116,7 +116,7 @@ class ReplicaState(msgspec.Struct, kw_only=True, frozen=True):
     budget_used_s    measured time of the same [s]
     attainment       target -> (requests that met it, requests that missed it)
     late             why online requests were judged late -> (number, of these met their target)
-    alone            online requests against their isolated baseline; None: there is no tolerance
+    alone            online requests against their isolated baseline; None: it is not known here
     num_waits        iterations that were planned at the last moment (`cosched.engine.last_moment`)
     num_dry          of these, those for which the device had to wait
     lead_s           time before the predicted end of an iteration at which requests are received;

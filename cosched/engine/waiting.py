@@ -154,7 +154,7 @@ class WaitingQueue:
                 with self._guard.watching("kv"):
                     self.kv.arrived(tracked, now_s)
             if self.isolated is not None:
-                with self._guard.watching("tolerance"):
+                with self._guard.watching("isolated"):
                     self.isolated.arrived(tracked)
         return tracked
 

@@ -103,6 +103,12 @@ class Calibrator(Predictor):
         """Neither phase is cold."""
         return all(phase.shape is not None for phase in self._phases.values())
 
+    @property
+    def knows_prefills(self) -> bool:
+        """Iterations with a prefill are not cold; decodes without one are estimated from them until
+        they are known themselves."""
+        return self._phases[True].shape is not None
+
     def knows(self, totals: BatchTotals) -> bool:
         """Iterations of such sizes have been seen, or a predictor was given."""
         phase = self._phases[totals.num_new > 0]

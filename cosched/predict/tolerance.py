@@ -1,9 +1,5 @@
-"""Tolerance mode: what the operator promises of online requests beside their isolated baseline, and
-how much of that is left.
-
-The mean and p99 of their latencies stay within a share of what they would have without offline work
-(`cosched.predict.isolated`).
-"""
+"""Latencies of online requests beside their isolated baseline (`cosched.predict.isolated`), and
+tolerance mode: the operator promises that mean and p99 stay within a share of that baseline."""
 
 from __future__ import annotations
 
@@ -92,8 +88,32 @@ _TAIL_FROM = 0.5
 """Of the promised share: where p99 is that far up, headroom begins to shrink."""
 
 
-class Promise:
-    """One latency of the online requests.
+class LatencyComparison:
+    """One latency of the online requests, as it was and in the isolated baseline [s]."""
+
+    def __init__(self) -> None:
+        self._tails = tuple(Tail(0.99, num=_WINDOW) for _ in range(2))
+        self.num = 0
+        """Requests judged."""
+        self.total_baseline_s = self.total_achieved_s = 0.0
+
+    def judge(self, *, baseline_s: float, achieved_s: float) -> None:
+        """The latency of a request in the isolated baseline, and its own [s]."""
+        self.num += 1
+        self.total_baseline_s += baseline_s
+        self.total_achieved_s += achieved_s
+        for tail, value in zip(self._tails, (baseline_s, achieved_s), strict=True):
+            tail.add(value)
+
+    @property
+    def tails_s(self) -> tuple[float | None, float | None]:
+        """p99 of the baseline, p99 of the achieved, of the latest 1,000 to 2,000 [s]."""
+        baseline, achieved = self._tails
+        return baseline.value(), achieved.value()
+
+
+class Promise(LatencyComparison):
+    """One latency of the online requests, and what is promised of it.
 
         balance  = sum of (1 + share) * baseline - achieved, older requests fading
         headroom = balance / horizon [mean baselines], at most `_MOST_HEADROOM` shares, and less as
@@ -107,18 +127,16 @@ class Promise:
     """
 
     def __init__(self, share: float) -> None:
+        super().__init__()
         self.share = share
         self._balance_s = 0.0
         self._baseline_s = 0.0
         self._weight = 0.0
-        self._tails = tuple(Tail(0.99, num=_WINDOW) for _ in range(2))
         self._tail_headroom = 1.0
-        self.num = 0
-        """Requests judged."""
-        self.total_baseline_s = self.total_achieved_s = 0.0
 
     def judge(self, *, baseline_s: float, achieved_s: float) -> None:
         """The latency of a request in the isolated baseline, and its own [s]."""
+        super().judge(baseline_s=baseline_s, achieved_s=achieved_s)
         if not self._weight:
             self._balance_s = self.share * _HORIZON * baseline_s  # headroom to begin with
         kept = 1 - 1 / _WINDOW
@@ -127,11 +145,6 @@ class Promise:
         most_s = _MOST_HEADROOM * self.share * _HORIZON * self.mean_baseline_s
         saved_s = (1 + self.share) * baseline_s - achieved_s
         self._balance_s = min(kept * self._balance_s + saved_s, most_s)
-        self.num += 1
-        self.total_baseline_s += baseline_s
-        self.total_achieved_s += achieved_s
-        for tail, value in zip(self._tails, (baseline_s, achieved_s), strict=True):
-            tail.add(value)
         if not self.num % _TAIL_EVERY:
             self._tail_headroom = self._left_to_tail()
 
@@ -139,12 +152,6 @@ class Promise:
     def mean_baseline_s(self) -> float:
         """Of the latest requests; 0.0: nothing is known yet [s]."""
         return self._baseline_s / self._weight if self._weight else 0.0
-
-    @property
-    def tails_s(self) -> tuple[float | None, float | None]:
-        """p99 of the baseline, p99 of the achieved [s]."""
-        baseline, achieved = self._tails
-        return baseline.value(), achieved.value()
 
     @property
     def headroom(self) -> float:
