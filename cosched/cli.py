@@ -332,13 +332,21 @@ def field_texts(struct: type) -> Mapping[str, str]:
 
 def explained_by(*structs: type) -> Callable[[type[T]], type[T]]:
     """Decorates a data class of options: fields that are called as those of `structs` have their
-    texts as help."""
+    texts as help, and those that are None unless given name the number that then holds."""
     texts = {name: text for struct in structs for name, text in field_texts(struct).items()}
+    numbers = {
+        name: parameter.default
+        for struct in structs
+        for name, parameter in signature(struct).parameters.items()
+        if type(parameter.default) in (int, float)
+    }
 
     def decorate(options: type[T]) -> type[T]:
         for field in dataclasses.fields(options):  # type: ignore[arg-type]
             if field.name in texts:
                 help = texts[field.name].replace("``", "`")
+                if field.default is None and field.name in numbers:
+                    help += f"; default: {numbers[field.name]:g}"
                 field.metadata = MappingProxyType({"help": help})
         return options
 

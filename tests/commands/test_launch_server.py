@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import socket
 from types import SimpleNamespace
 
@@ -220,6 +221,9 @@ def test_help_shows_our_flags_and_help_all_sglangs_and_every_policy_too(monkeypa
     for text in ("--cosched-policy NAME", "--cosched-slo-ttft-ms", "[ms]", "--help-all shows them"):
         assert text in shown
     assert "--model-path MODEL" in lines[0]
+    told = re.sub(r"[\s│]+", " ", shown)
+    for target, default in (("ttft", "1000"), ("tpot", "50")):
+        assert re.search(rf"--cosched-slo-{target}-ms FLOAT [^;]*; default: {default} ", told)
     for name in ("cosched", "hygen", "sarathi", "priority", "sglang"):
         assert any(line.startswith(f" • {name}: ") for line in lines)
     assert "echo-bs" not in shown

@@ -102,6 +102,10 @@ def state(at_s=0, tiers=()):
         num_waiting_offline=20,
         online_output_tokens=at_s * 50,
         device_s={"online": {"team": at_s / 2}, "offline": {"team": at_s / 4, "": at_s / 8}},
+        alone={
+            "ttft": {"num": at_s, "total_s": 0.6 * at_s, "total_alone_s": 0.2 * at_s},
+            "tpot": {"num": at_s, "total_s": 0.03 * at_s, "total_alone_s": 0.0087 * at_s},
+        },
         tiers={
             name: {
                 "times_s": {"ttft": [at_s * place, at_s], "tpot": [at_s / 100, at_s]},
@@ -241,11 +245,23 @@ def test_the_last_hour_is_drawn():
     charts = seen["texts"]["charts"]
     assert not seen["hidden"]["hour"]
     assert "Mean TTFT" in charts and "target 1.00 s" in charts and "target 50.0 ms" in charts
+    assert re.search(r"Mean TTFT.*?\|alone 200 ms\|Mean TPOT.*?\|alone 8\.7 ms\|Within", charts)
     assert "p99 TTFT, five minutes" in charts and re.search("online (79|8[01])\\d ms", charts)
     assert re.search(r"p99 TPOT.*?online (59|60|61)\.\d ms, target 50\.0 ms", charts)
     assert "Output tokens per second" in charts and "online 100" in charts
     assert "team 150.0 %" in charts and "no key 25.0 %" in charts, "of two devices"
     assert "NaN" not in charts and "undefined" not in charts
+
+
+def test_latencies_without_the_batch_stand_beside_those_with_it():
+    slo = {"ttft_ms": 1000, "tpot_ms": 50}
+    server = {"policy": "cosched", "slo": slo, "shutting_down": False}
+    now = {"cosched": server | {"replicas": [state(60), state(60)]}}
+    online = run({"cosched": server | {"replicas": [state(30), state(0)]}}, now)["texts"]["online"]
+    assert "TTFT alone, now|200 ms, 600 ms" in online
+    assert "TPOT alone, now|8.7 ms, 30.0 ms" in online
+    unknown = run({"cosched": server | {"replicas": [state() | {"alone": None}]}})
+    assert "alone" not in unknown["texts"]["online"]
 
 
 def test_tiers_are_drawn_against_their_own_targets():

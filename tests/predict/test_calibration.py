@@ -51,6 +51,18 @@ def estimate_errors(calibrator, some):
 
 
 class TestCold:
+    def test_iterations_with_prefills_are_known_before_decodes_alone(self):
+        """Beside a batch all iterations may have prefills, for as long as it runs."""
+        calibrator = Calibrator()
+        mixed = [batch for batch in batches(1, 600) if batch.prefills and batch.decodes]
+        assert not calibrator.knows_prefills
+        for batch in mixed:
+            calibrator.observe(batch, TRUTH.iteration_s(batch))
+        assert calibrator.knows_prefills and not calibrator.is_known
+        decodes = BatchShape(decodes=[1000] * 8)
+        estimate_s = calibrator.estimate_s(BatchTotals.of(decodes))
+        assert TRUTH.iteration_s(decodes) < estimate_s < 1.5 * TRUTH.iteration_s(decodes)
+
     def test_a_slower_machine_is_believed_at_once(self):
         calibrator = Calibrator()
         batch = BatchShape(prefills=[Prefill(10, 0)])

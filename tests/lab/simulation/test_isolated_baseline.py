@@ -1,11 +1,16 @@
 """What online requests would have alone, against what they have alone."""
 
 from dataclasses import replace
+from statistics import fmean
+from types import SimpleNamespace
 
 import pytest
 
 from cosched.core.batch import BatchTotals
+from cosched.core.caps import EngineCaps
+from cosched.core.request import RequestClass
 from cosched.engine import attach
+from cosched.engine.isolated import IsolatedWatch
 from cosched.lab.simulation import run
 from cosched.lab.simulation.machine import Machine
 from cosched.lab.simulation.run import WorkloadSpec, config_of, execute
@@ -107,11 +112,37 @@ def test_what_is_promised_is_kept_and_is_not_without_the_promise(monkeypatch):
         assert took > (1 + 4 * SHARE) * had, name
     rates = [r.summary.offline.tokens_per_s for r in (free, kept)]
     assert 0 < rates[1] < rates[0]
-    state = kept.cosched["alone"]
-    for name in ("ttft", "tpot"):
-        had = getattr(alone.summary.online, f"{name}_s").mean
-        believed = state[name]["total_alone_s"] / state[name]["num"]
-        assert believed == pytest.approx(had, rel=0.05), "as it would have been alone"
+    for result in (free, kept):
+        ended = {r.rid for r in result.records if r.finish_s is not None}
+        same = [r for r in alone.records if r.rid in ended and r.request_class is RequestClass.ONLINE]
+        state = result.cosched["alone"]
+        for name in ("ttft", "tpot"):
+            had = fmean(value for r in same if (value := getattr(r, f"{name}_s")) is not None)
+            believed = state[name]["total_alone_s"] / state[name]["num"]
+            assert believed == pytest.approx(had, rel=0.05), "as it would have been alone"
+            assert (state[name]["room"] is None) == (result is free)
+
+
+@pytest.mark.parametrize("share", [None, SHARE])
+def test_a_promise_waits_for_times_of_decodes_alone_and_a_figure_does_not(share):
+    asked = []
+    predictor = SimpleNamespace(is_known=False, knows_prefills=True, error=1.0)
+    predictor.estimate_s = lambda totals: asked.append(totals) or 0.01
+    watch = IsolatedWatch(
+        ToleranceConfig(tpot=share),
+        caps=EngineCaps(
+            max_running_requests=8, page_size=1, max_chunk_tokens=512, max_prefill_tokens=1024
+        ),
+        overlaps=False,
+        plans_ahead=False,
+        predictor=predictor,
+        num_cached=lambda tracked: 0,
+    )
+    chat = SimpleNamespace(request_class=RequestClass.ONLINE, rid="a", arrival_s=0.0)
+    chat.num_prompt_tokens = 10
+    watch.arrived(chat)
+    watch.advance(0.05)
+    assert bool(asked) == (share is None)
 
 
 def test_runs_that_it_is_held_against_know_nothing_of_a_tolerance():
