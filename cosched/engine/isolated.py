@@ -136,9 +136,7 @@ class IsolatedWatch:
     @property
     def headroom(self) -> ToleranceHeadroom | None:
         """None: nothing is promised."""
-        ttft, tpot = (
-            one if isinstance(one, Promise) else None for one in (self._ttft, self._tpot)
-        )
+        ttft, tpot = (one if isinstance(one, Promise) else None for one in (self._ttft, self._tpot))
         if ttft is None and tpot is None:
             return None
         return ToleranceHeadroom(

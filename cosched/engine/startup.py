@@ -17,7 +17,8 @@ from sglang.srt.arg_groups.overrides import resolving_view
 from cosched.config import Config
 from cosched.engine.support import support, why_sglang_evicts
 from cosched.files import DEMO_MODEL_STAMP
-from cosched.policies import policy_entry
+from cosched.policies import PolicyEntry, policy_entry
+from cosched.schedule.cosched import CoschedOptions
 
 logger = logging.getLogger(__name__)
 
@@ -73,9 +74,17 @@ def batch_price(config: Config) -> str:
         price = f"{begin}up to {config.latency_budget_ms:g} ms a token (latency budget; {target})"
     else:
         price = f"{begin}up to {most_ms:g} ms a token ({target})"
+        if _is_paced(entry):
+            price += f", mostly faster (budgets.chat_pace {config.budgets.chat_pace:g})"
     if tolerance is not None and tolerance.ttft is not None:
         price += f"; its first tokens come at most {100 * tolerance.ttft:g} % later, mean and p99"
     return price
+
+
+def _is_paced(entry: PolicyEntry) -> bool:
+    """Iterations may be shorter than the targets allow."""
+    options = getattr(entry.make, "keywords", {}).get("options")
+    return isinstance(options, CoschedOptions) and options.paced
 
 
 def wait_until_listening(server_args: Any) -> bool:

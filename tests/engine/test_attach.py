@@ -37,8 +37,9 @@ def test_stock_policies_take_them(make_engine):
 @pytest.mark.parametrize(
     ("config", "price"),
     [
-        ({}, "at up to 50 ms a token (target 50 ms)"),
-        ({"slo": {"tpot_ms": 30}}, "at up to 30 ms a token (target 30 ms)"),
+        ({}, "at up to 50 ms a token (target 50 ms), mostly faster (budgets.chat_pace 0.02)"),
+        ({"policy": "hygen", "slo": {"tpot_ms": 30}}, "at up to 30 ms a token (target 30 ms)"),
+        ({"policy": "cosched-unpaced"}, "at up to 50 ms a token (target 50 ms)"),
         ({"latency_budget_ms": 25}, "at up to 25 ms a token (latency budget; target 50 ms)"),
         (
             {"tolerance": {"tpot": 0.05}},
@@ -46,8 +47,8 @@ def test_stock_policies_take_them(make_engine):
         ),
         (
             {"tolerance": {"ttft": 0.1}},
-            "at up to 50 ms a token (target 50 ms); its first tokens come at most 10 % later, mean "
-            "and p99",
+            "at up to 50 ms a token (target 50 ms), mostly faster (budgets.chat_pace 0.02); its "
+            "first tokens come at most 10 % later, mean and p99",
         ),
         (
             {
@@ -56,7 +57,8 @@ def test_stock_policies_take_them(make_engine):
                     {"name": "gold", "priority": 1},
                 ]
             },
-            "at up to 80 ms a token (targets of its tiers 50, 80 ms)",
+            "at up to 80 ms a token (targets of its tiers 50, 80 ms), mostly faster "
+            "(budgets.chat_pace 0.02)",
         ),
         (
             {"policy": "sarathi"},

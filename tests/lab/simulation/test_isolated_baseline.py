@@ -114,7 +114,8 @@ def test_what_is_promised_is_kept_and_is_not_without_the_promise(monkeypatch):
     assert 0 < rates[1] < rates[0]
     for result in (free, kept):
         ended = {r.rid for r in result.records if r.finish_s is not None}
-        same = [r for r in alone.records if r.rid in ended and r.request_class is RequestClass.ONLINE]
+        online = (r for r in alone.records if r.request_class is RequestClass.ONLINE)
+        same = [r for r in online if r.rid in ended]
         state = result.cosched["alone"]
         for name in ("ttft", "tpot"):
             had = fmean(value for r in same if (value := getattr(r, f"{name}_s")) is not None)
