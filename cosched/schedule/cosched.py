@@ -226,11 +226,13 @@ class CoschedPolicy:
         )
 
     def _may_pace(self, view: View) -> bool:
-        """Not where the operator or other ranks say how long it lasts, nor with drafts, where turns
-        are about it."""
+        """Not where the operator, a promised tolerance or other ranks say how long it lasts, nor
+        with drafts, where turns are about it."""
         others = view.others
         is_alone = not others.alone_s and not others.fills and others.taken_s <= 0
-        return is_alone and view.tokens_per_decode <= 1 and self._settings.latency_budget_s is None
+        if not is_alone or view.tokens_per_decode > 1 or view.tolerance_headroom is not None:
+            return False
+        return self._settings.latency_budget_s is None
 
     def needs(self, view: View) -> RankNeeds:
         if not self._options.agrees:
