@@ -7,8 +7,8 @@
 SGLang's scheduler runs in this process on a virtual A100 (docs/simulation.md): policy, view,
 adapter, SGLang's loop and queues are those of production; only the forward pass is modelled.
 --waiting offline requests of --tokens tokens arrive at the start, behind 57 shared prefixes of nine
-tenths of the prompt; online requests arrive at --online-rate. Timing starts when 90 % of --running
-requests run, or after 2,000 iterations.
+tenths of the prompt, and another one when one ends; online requests arrive at --online-rate. Timing
+starts when 90 % of --running requests run, or after 2,000 iterations.
 
   plan      view, policy, validation, and learning from the last iteration
   policy    part of plan: the policy's call
@@ -32,6 +32,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from itertools import count, islice
 from multiprocessing import get_context
 from typing import Any
 
@@ -69,10 +70,12 @@ class Traffic:
         self._rng = np.random.default_rng(options.seed)
         self._offline = self._offline_arrivals()
         self._num_online = 0
+        self._num_due = options.waiting + options.running
         self._next_s = 0.0
 
     def due(self, now_s: float) -> Iterator[Arrival]:
-        yield from self._offline
+        yield from islice(self._offline, self._num_due)
+        self._num_due = 0
         while self._next_s <= now_s:
             ids = self._rng.integers(10, 30_000, self._options.online_tokens)
             yield self._arrival(f"on{self._num_online}", RequestClass.ONLINE, ids)
@@ -83,13 +86,13 @@ class Traffic:
         return self._next_s
 
     def on_finish(self, record: Any, output_ids: Any = None) -> None:
-        pass
+        self._num_due += record.request_class is RequestClass.OFFLINE
 
     def _offline_arrivals(self) -> Iterator[Arrival]:
         options, rng = self._options, np.random.default_rng(self._options.seed)
         num_head_tokens = options.tokens * 9 // 10
         heads = rng.integers(0, 32_000, (NUM_HEADS, num_head_tokens))
-        for index in range(options.waiting + options.running):
+        for index in count():
             tail = rng.integers(0, 32_000, options.tokens - num_head_tokens)
             ids = np.concatenate([heads[rng.integers(NUM_HEADS)], tail])
             yield self._arrival(f"off{index}", RequestClass.OFFLINE, ids)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Generator
+from dataclasses import dataclass, fields
 from hashlib import blake2b
+from itertools import chain
+from operator import attrgetter
 from statistics import NormalDist
 
 import numpy as np
@@ -13,7 +16,7 @@ import numpy as np
 from cosched.core.batch import BatchShape, BatchTotals
 from cosched.core.estimates import Predictor
 from cosched.errors import ConfigError
-from cosched.predict.fitted import GraphSizes, TotalsTable
+from cosched.predict.fitted import FloatArray, GraphSizes, TotalsTable
 from cosched.predict.linear import PhaseCosts
 
 SCALE_WINDOW = 33
@@ -29,6 +32,8 @@ LEAST_OBSERVATIONS = 32
 LEAST_NEW, REFIT_GROWTH, MOST_NEW = 8, 0.25, 256
 """New iterations of a phase before the next fit: this share of all it has seen, between two
 bounds."""
+FIT_AT_ONCE = 64
+"""A fit to no more iterations than this is made with the one that asks for it."""
 MOST_GROWTH = 1.1
 """Iterations that are larger than what is known by more say nothing about the scale."""
 REFIT_ERROR = 0.15
@@ -66,7 +71,11 @@ class Calibrator(Predictor):
     margin  The second largest excess over the estimate of the last `MARGIN_WINDOW` iterations: a
             quantile of the errors that one disturbed iteration does not move.
 
-    Deterministic; all state is numbers. Nothing is learned until `observe` is called.
+    A fit to many iterations takes as long as some iterations do: it is made in steps, one with each
+    iteration that is observed, and counts when all are done. So no plan waits for it, and what is
+    predicted depends on the iterations alone.
+
+    Deterministic. Nothing is learned until `observe` is called.
     """
 
     margin: float = 0.0
@@ -80,6 +89,8 @@ class Calibrator(Predictor):
         self._graphs = graphs
         self._known: _Sizes | None = None if shape else _Sizes()
         self._recent: deque[_Observation] = deque(maxlen=SCALE_WINDOW)
+        self._fit: Generator[None, None, None] | None = None
+        """The fit that is under way."""
         self.num_observed = 0
         self.num_fits = 0
         self.scale = 1.0
@@ -162,8 +173,19 @@ class Calibrator(Predictor):
             phase.keep(observed)
             self._known.add(totals)
             is_off = abs(self.scale - 1) > REFIT_ERROR
-            if phase.is_due(is_off=is_off):
-                self._fit(rescale=is_off)
+            if self._fit is None and phase.is_due(is_off=is_off):
+                self._fit = self._fitting(rescale=is_off)
+            self._go_on_fitting()
+
+    def _go_on_fitting(self) -> None:
+        is_short = sum(phase.kept.num for phase in self._phases.values()) <= FIT_AT_ONCE
+        while self._fit is not None:
+            try:
+                next(self._fit)
+            except StopIteration:
+                self._fit = None
+            if not is_short:
+                break
 
     def _growth(self, totals: BatchTotals) -> float:
         return 1.0 if self._known is None else self._known.growth(totals)
@@ -176,21 +198,25 @@ class Calibrator(Predictor):
         second = newest[-2] if len(newest) > 1 else 1.0
         self.margin = min(max(0.0, second / self.scale - 1), MOST_MARGIN)
 
-    def _fit(self, *, rescale: bool) -> None:
-        """Fit the phases that have enough observations. rescale: what was observed before the scale
-        was, is as much longer or shorter now."""
+    def _fitting(self, *, rescale: bool) -> Generator[None, None, None]:
+        """Fit the phases that have enough observations, in steps. rescale: what was observed before
+        the scale was, is as much longer or shorter now."""
         if rescale:
             before = self._recent[0].number
             for phase in self._phases.values():
-                phase.rescale(self.scale, before=before)
-        graphs = self._graphs
+                phase.kept.rescale(self.scale, before=before)
+        assert self._known is not None, "a given predictor keeps its form"
+        num_new, graphs = self._known.new, self._graphs
+        shapes: dict[bool, PhaseCosts] = {}
         for has_prefills, phase in self._phases.items():
             sizes = () if graphs is None else graphs.prefill if has_prefills else graphs.decode
             if phase.num_kept >= LEAST_OBSERVATIONS:
-                phase.fit(sizes, has_prefills=has_prefills)
+                shapes[has_prefills] = yield from phase.fitting(sizes, has_prefills=has_prefills)
+                yield
+        for has_prefills, found in shapes.items():
+            self._phases[has_prefills].shape = found
         self.num_fits += 1
-        assert self._known is not None, "a given predictor keeps its form"
-        self._known.fitted_new = self._known.new
+        self._known.fitted_new = num_new
         for observed in self._recent:
             shape = self._phases[observed.totals.num_new > 0].shape
             assert shape is not None, "it was not cold"
@@ -227,13 +253,12 @@ class _Phase:
         self.shape: Predictor | PhaseCosts | None = shape
         self.cold_scale = 1.0
         self.num_kept = 0
+        self.kept = _Kept()
         self._num_fitted = 0
-        self._kept: dict[tuple[int, ...], deque[_Observation]] = {}
         self._cold_ratios: deque[float] = deque(maxlen=LEAST_OBSERVATIONS)
 
     def keep(self, observed: _Observation) -> None:
-        kind = _cell(observed.totals)
-        self._kept.setdefault(kind, deque(maxlen=CELL_SIZE)).append(observed)
+        self.kept.add(observed)
         self.num_kept += 1
         if self.shape is None:
             self._cold_ratios.append(observed.seconds / cold_start_s(observed.totals))
@@ -250,24 +275,58 @@ class _Phase:
             return False
         return is_off or num_new >= min(self._num_fitted * REFIT_GROWTH, MOST_NEW)
 
-    def rescale(self, factor: float, *, before: int) -> None:
-        for observed in self._all():
-            if observed.number < before:
-                observed.seconds *= factor
-
-    def _all(self) -> list[_Observation]:
-        return [observed for cell in self._kept.values() for observed in cell]
-
-    def fit(self, graphs: tuple[int, ...], *, has_prefills: bool) -> None:
+    def fitting(
+        self, graphs: tuple[int, ...], *, has_prefills: bool
+    ) -> Generator[None, None, PhaseCosts]:
         self._num_fitted = self.num_kept
-        kept = self._all()
-        table = TotalsTable.of([observed.totals for observed in kept])
-        seconds = np.array([observed.seconds for observed in kept])
-        self.shape = PhaseCosts.fit(table, seconds, graphs, has_prefills=has_prefills)
+        table, seconds = self.kept.table()
+        return PhaseCosts.fitting(table, seconds, graphs, has_prefills=has_prefills)
 
     def describe(self) -> dict[str, object]:
         shape = None if self.shape is None else self.shape.describe()
         return {"num_observed": self.num_kept, "shape": shape}
+
+
+class _Kept:
+    """The newest iterations of each kind (`_cell`), as columns of an array: a fit of thousands
+    reads them at once.
+
+    num  how many there are
+    """
+
+    def __init__(self) -> None:
+        self.num = 0
+        self._columns = np.empty((len(_FIELDS) + 2, 2 * LEAST_OBSERVATIONS))
+        """Totals, then seconds and the number of the iteration."""
+        self._cells: dict[tuple[int, ...], deque[int]] = {}
+        """Places of each kind, the oldest first."""
+
+    def add(self, observed: _Observation) -> None:
+        cell = self._cells.setdefault(_cell(observed.totals), deque(maxlen=CELL_SIZE))
+        if len(cell) == CELL_SIZE:
+            place = cell[0]  # the oldest goes
+        else:
+            place = self.num
+            self.num += 1
+            if place == self._columns.shape[1]:
+                self._columns = np.hstack((self._columns, np.empty_like(self._columns)))
+        cell.append(place)
+        self._columns[:, place] = (*_fields(observed.totals), observed.seconds, observed.number)
+
+    def rescale(self, factor: float, *, before: int) -> None:
+        """What was observed before iteration `before` counts as that many times longer."""
+        seconds, number = self._columns[-2:, : self.num]
+        seconds[number < before] *= factor
+
+    def table(self) -> tuple[TotalsTable, FloatArray]:
+        """A copy; and the seconds."""
+        places = np.fromiter(chain.from_iterable(self._cells.values()), dtype=int, count=self.num)
+        *totals, seconds, _ = self._columns[:, places]
+        return TotalsTable(**dict(zip(_FIELDS, totals, strict=True))), seconds
+
+
+_FIELDS = tuple(field.name for field in fields(TotalsTable))
+_fields = attrgetter(*_FIELDS)
 
 
 class _Sizes:

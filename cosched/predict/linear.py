@@ -8,7 +8,7 @@ where few decodes share the GPU or contexts are short.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -96,17 +96,33 @@ class PhaseCosts:
         cls, table: TotalsTable, seconds: FloatArray, graphs: Sequence[int], *, has_prefills: bool
     ) -> PhaseCosts:
         """From batches of this phase, one at least."""
+        steps = cls.fitting(table, seconds, graphs, has_prefills=has_prefills)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                found: PhaseCosts = end.value
+                return found
+
+    @classmethod
+    def fitting(
+        cls, table: TotalsTable, seconds: FloatArray, graphs: Sequence[int], *, has_prefills: bool
+    ) -> Generator[None, None, PhaseCosts]:
+        """`fit` in steps, none of which takes long."""
         tokens = _padded(table.num_new + table.num_decodes, graphs)
         segments = _segments(tokens, _knots(graphs))
         features = np.array([*segments, *_amounts(table, has_prefills=has_prefills)])
-        found = _ridge_fit(features, seconds, 1 / seconds)
+        yield
+        found = yield from _ridge_fit(features, seconds, 1 / seconds)
+        yield
         # Relative to a prediction and not to the measured time: dividing by a noisy time would
         # weigh times that came out short more, and predict too little.
         predicted = np.maximum(found @ features, seconds.min() / 2)
         errors = np.abs(seconds / predicted - 1)
-        spread = 1.4826 * float(np.median(errors))
+        spread = 1.4826 * _median(errors)
         kept = errors <= max(_OUTLIER_LEAST, _OUTLIER_DEVIATIONS * spread)
-        found = _ridge_fit(features, seconds, kept / predicted)
+        found = yield from _ridge_fit(features, seconds, kept / predicted)
+        yield
         found[0] = max(found[0], _LEAST_LEVEL * seconds.min())
         level, costs = found[: len(segments)], found[len(segments) :]
         return cls(graphs=tuple(graphs), level=tuple(level.tolist()), costs=tuple(costs.tolist()))
@@ -199,6 +215,12 @@ class CoschedPredictor(FittedPredictor):
         )
 
 
+def _median(values: FloatArray) -> float:
+    """`np.median` loads `numpy.ma` first, which takes several milliseconds."""
+    ordered, half = np.sort(values), len(values) // 2
+    return float(ordered[half] + ordered[-half - 1]) / 2
+
+
 def _padded(tokens: FloatArray, graphs: Sequence[int]) -> FloatArray:
     """Tokens of the graph that the batch runs in; what exceeds the largest runs in none."""
     if not graphs:
@@ -221,13 +243,25 @@ def _segments(tokens: FloatArray, knots: Sequence[int]) -> FloatArray:
     return np.array([np.ones(len(tokens)), *parts])
 
 
-def _ridge_fit(features: FloatArray, seconds: FloatArray, weights: FloatArray) -> FloatArray:
+_STEP = 1024
+"""Batches of one step of a fit."""
+
+
+def _ridge_fit(
+    features: FloatArray, seconds: FloatArray, weights: FloatArray
+) -> Generator[None, None, FloatArray]:
+    """In steps. `features` are rows."""
     used = features.any(axis=1)
     shares = features[used] * weights
     size = shares.mean(axis=1)
     shares /= size[:, None]
-    # Not by BLAS, whose threads wait for each other for a tenth of a second on busy cores.
-    gram = np.einsum("ik,jk->ij", shares, shares) + _RIDGE * np.eye(len(size))
+    gram = _RIDGE * np.eye(len(size))
+    for first in range(0, shares.shape[1], _STEP):
+        yield
+        part = shares[:, first : first + _STEP]
+        # Not by BLAS, whose threads wait for each other for a tenth of a second on busy cores.
+        gram += np.einsum("ik,jk->ij", part, part)
+    yield
     found = np.zeros(len(features))
     found[used] = nnls(gram, np.einsum("ik,k->i", shares, seconds * weights)) / size
     return found

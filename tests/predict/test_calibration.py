@@ -13,6 +13,7 @@ from cosched.core.batch import BatchShape, BatchTotals, Prefill
 from cosched.errors import ConfigError
 from cosched.lab.cost_models.noise import NoisyModel
 from cosched.lab.cost_models.registry import make_cost_model
+from cosched.predict import calibration, linear
 from cosched.predict.calibration import Calibrator, cold_start_s
 from cosched.predict.fitted import fit_predictor
 from tests.predict.batches import scheduler_batches
@@ -280,3 +281,28 @@ def test_the_inverse_is_that_of_brute_force(name, prefills, decodes, cached, nea
 def test_a_measurement_that_is_none_is_refused(batch, seconds, message):
     with pytest.raises(ConfigError, match=message):
         Calibrator().observe(batch, seconds)
+
+
+class TestSteps:
+    def test_no_iteration_waits_for_a_fit_to_many(self, monkeypatch):
+        solved = []
+        nnls = linear.nnls
+        monkeypatch.setattr(linear, "nnls", lambda *args: solved.append(1) or nnls(*args))
+        calibrator, most = Calibrator(), 0
+        for number, batch in enumerate(batches(1, 600)):
+            before = len(solved)
+            calibrator.observe(batch, TRUTH.iteration_s(batch))
+            if number > calibration.FIT_AT_ONCE:
+                most = max(most, len(solved) - before)
+        assert most == 1
+        assert calibrator.num_fits > 3
+
+    def test_steps_find_what_one_fit_finds(self, monkeypatch):
+        in_steps = learned(num=600)
+        monkeypatch.setattr(calibration, "FIT_AT_ONCE", 10_000)
+        at_once = learned(num=600)
+        assert in_steps.num_fits == pytest.approx(at_once.num_fits, abs=1)
+        for batch in batches(2, 50):
+            totals = BatchTotals.of(batch)
+            expected_s = at_once.estimate_s(totals)
+            assert in_steps.estimate_s(totals) == pytest.approx(expected_s, rel=0.05)
