@@ -153,7 +153,8 @@ class SchedulerView:
 
     def can_pause(self, request: Request) -> bool:
         """A request that is about to end cannot pause: the engine would not see its end."""
-        return self.rules.partial and not port.is_ending(_req(request))
+        assert isinstance(request, TrackedRequest), f"{type(request)=}"
+        return self.rules.partial and not port.is_ending(request.req)
 
     @property
     def online(self) -> Iterable[TrackedRequest]:

@@ -127,17 +127,21 @@ class Calibrator(Predictor):
 
     def predict_s(self, totals: BatchTotals) -> float:
         seconds = self.estimate_s(totals) * (1 + self.margin)
-        # Loading runs beside the computation, layer by layer (max, as in BROS §4.1).
-        return max(seconds, totals.num_loaded * self.load_s_per_token) * self.error
+        if totals.num_loaded:
+            # Loading runs beside the computation, layer by layer (max, as in BROS §4.1).
+            seconds = max(seconds, totals.num_loaded * self.load_s_per_token)
+        return seconds * self.error
 
     def estimate_s(self, totals: BatchTotals) -> float:
         """The prediction without the margin [s]."""
-        if not totals.num_new and not totals.num_decodes:
+        num_new = totals.num_new
+        if not num_new and not totals.num_decodes:
             return 0.0
-        shape = self._phases[totals.num_new > 0].shape
+        shape = self._phases[num_new > 0].shape
         if shape is None:
             return self._cold_s(totals)
-        return shape.predict_s(totals) * self.scale * self._growth(totals)
+        seconds, known = shape.predict_s(totals) * self.scale, self._known
+        return seconds if known is None else seconds * known.growth(totals)
 
     def _cold_s(self, totals: BatchTotals) -> float:
         """Of an iteration whose phase is cold, by what is known of the other phase: decodes take no
@@ -353,6 +357,13 @@ class _Sizes:
 
     def growth(self, totals: BatchTotals) -> float:
         """How many times larger than what is known; at least 1."""
+        if (
+            totals.num_new <= self.fitted_new
+            and totals.double_pairs <= self.pairs
+            and totals.num_decodes <= self.decodes
+            and totals.decode_context <= self.context
+        ):
+            return 1.0  # nearly always
         return max(
             1.0,
             totals.num_new / self.fitted_new,

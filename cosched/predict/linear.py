@@ -129,26 +129,28 @@ class PhaseCosts:
 
     def predict_s(self, totals: BatchTotals) -> float:
         """`_amounts` times `costs`, written out: a plan asks a hundred times."""
-        num, context, costs = totals.num_decodes, totals.decode_context, self.costs
-        tokens, last = totals.num_new + num, len(self._levels) - 1
-        seconds = self._levels[tokens] if tokens <= last else self._levels[last] * tokens / last
+        num, num_new, levels = totals.num_decodes, totals.num_new, self._levels
+        tokens, last = num_new + num, len(levels) - 1
+        seconds = levels[tokens] if tokens <= last else levels[last] * tokens / last
+        costs = self.costs
         if num:
-            full = num * _FULL_CONTEXT
+            context, full = totals.decode_context, num * _FULL_CONTEXT
+            each, read, few, short, longest = costs[:5]
             seconds += (
-                costs[0] * num
-                + costs[1] * context
-                + costs[2] * (context if num <= _FULL_DECODES else context * _FULL_DECODES / num)
-                + costs[3] * (context if context < full else full)
-                + costs[4] * (num * totals.max_decode_context)
+                each * num
+                + read * context
+                + few * (context if num <= _FULL_DECODES else context * _FULL_DECODES / num)
+                + short * (context if context < full else full)
+                + longest * (num * totals.max_decode_context)
             )
-        if not totals.num_new:
+        if not num_new:
             return seconds
         return (
             seconds
             + costs[5] * totals.num_prefills
             + costs[6] * totals.double_pairs
             + costs[7] * totals.double_tail_pairs
-            + costs[8] * (totals.num_new + totals.num_cached)
+            + costs[8] * (num_new + totals.num_cached)
             + costs[9] * totals.max_prefill_context
         )
 

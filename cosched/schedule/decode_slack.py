@@ -10,7 +10,7 @@ A TPOT target below the time of the shortest iteration counts as none: the serve
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -84,14 +84,23 @@ class OnlineDecodes:
     def slacks(self, *, token_s: float | None) -> DecodeSlacks:
         """token_s: requests that do not count at this pace are left out; None: all count."""
         least_s = aimed_s = math.inf
-        least_tpot_s = self._default_s
-        for request, tpot_s, allowed_s, since_s in self._times():
+        least_tpot_s, aim = self._default_s, self._aim
+        # Every plan does this for every running online request: no calls of min.
+        for request, tpot_s, allowed_s, since_s in self._times:
             slack_s = allowed_s - since_s
-            if token_s is not None and not self._counts(request, tpot_s, slack_s, token_s):
+            if (
+                token_s is not None
+                and (slack_s < 0 or token_s > tpot_s)
+                and not self._counts(request, tpot_s, slack_s, token_s)
+            ):
                 continue
-            least_tpot_s = min(least_tpot_s, tpot_s)
-            least_s = min(least_s, slack_s)
-            aimed_s = min(aimed_s, self._aim * allowed_s - since_s)
+            if tpot_s < least_tpot_s:
+                least_tpot_s = tpot_s
+            if slack_s < least_s:
+                least_s = slack_s
+            one_aimed_s = aim * allowed_s - since_s
+            if one_aimed_s < aimed_s:
+                aimed_s = one_aimed_s
         return DecodeSlacks(self._online.contexts, least_s, aimed_s, least_tpot_s)
 
     def is_behind(self, tier: int, alone_s: float) -> bool:
@@ -102,7 +111,7 @@ class OnlineDecodes:
             request.tier == tier
             and self._aim * allowed_s - since_s < alone_s
             and self._counts(request, tpot_s, allowed_s - since_s, token_s)
-            for request, tpot_s, allowed_s, since_s in self._times()
+            for request, tpot_s, allowed_s, since_s in self._times
         )
 
     def num_misses(self, delay_s: float, won_s: float) -> float:
@@ -110,7 +119,7 @@ class OnlineDecodes:
         `won_s` of it back with every token, unless its reply ends before; a share 2^(-n/median) of
         replies lasts n more tokens."""
         num = 0.0
-        for request, _, allowed_s, since_s in self._times():
+        for request, _, allowed_s, since_s in self._times:
             behind_s = since_s - allowed_s
             before, after = (max(behind_s + s, 0.0) / won_s for s in (0.0, delay_s))
             median = max(self._view.length(request).median, 1)
@@ -128,14 +137,18 @@ class OnlineDecodes:
             return True
         return slack_s >= self._view.length(request).median * (token_s - tpot_s)
 
-    def _times(self) -> Iterator[_Times]:
+    @cached_property
+    def _times(self) -> list[_Times]:
         start_s, default_s = self._view.start_s, self._default_s
+        times: list[_Times] = []
         for request, context in zip(*self._online, strict=True):
             tpot_s, first_s = request.slo.tpot_s, request.first_token_s
             if tpot_s is None or (tpot_s < default_s and tpot_s < self._shortest_s):
                 tpot_s = default_s
             allowed_s = tpot_s * (context - request.num_prompt_tokens)
-            yield request, tpot_s, allowed_s, 0.0 if first_s is None else start_s - first_s
+            since_s = 0.0 if first_s is None else start_s - first_s
+            times.append((request, tpot_s, allowed_s, since_s))
+        return times
 
     @cached_property
     def _shortest_s(self) -> float:

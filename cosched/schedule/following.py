@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from itertools import islice
 
 from cosched.core.plan import SkipReason
 from cosched.core.request import Request, num_tokens_of
@@ -13,26 +13,42 @@ LEAST_SHARED = 64
 """Shared tokens for which a request waits until another has computed them."""
 
 
-def waits_for_prefix(builder: PlanBuilder, request: Request, launched: Sequence[Request]) -> bool:
-    """True if what this request would compute first is under way: in a launched prefill, or in one
-    of this plan. It finds it cached afterwards, and would compute it once more now."""
-    view = builder.view
-    num_shared = view.match(request).cached + LEAST_SHARED
-    if num_shared > num_tokens_of(request):
+class UnderWay:
+    """Requests whose prompts are being computed, in launched prefills or in those of the plan, and
+    the tokens that each then has. Prefills that are added to the plan are seen."""
+
+    def __init__(self, builder: PlanBuilder) -> None:
+        self._builder = builder
+        self._num_seen = 0
+        self._computed = {
+            other.rid: (other, other.num_computed_tokens) for other in without_output(builder.view)
+        }
+
+    def has_prefix_of(self, request: Request) -> bool:
+        """True if what this request would compute first is among it, and it has to wait. It finds
+        it cached afterwards, and would compute it once more now."""
+        builder = self._builder
+        view = builder.view
+        num_shared = view.match(request).cached + LEAST_SHARED
+        if num_shared > num_tokens_of(request):
+            return False
+        self._look()
+        for other, num_computed in self._computed.values():
+            if num_shared <= num_computed and view.num_common(request, other, num_shared):
+                builder.skip(request, SkipReason.SHARED_PREFIX)
+                return True
         return False
-    under_way = {other.rid: (other, other.num_computed_tokens) for other in launched}
-    for rid, num_tokens in builder.prefill.items():
-        waiting = view.waiting(rid)
-        if waiting is not None:
-            under_way[rid] = waiting, view.match(waiting).cached + num_tokens
-        elif rid in under_way:
-            other, num_computed = under_way[rid]
-            under_way[rid] = other, num_computed + num_tokens
-    for other, num_computed in under_way.values():
-        if num_shared <= num_computed and view.num_common(request, other, num_shared):
-            builder.skip(request, SkipReason.SHARED_PREFIX)
-            return True
-    return False
+
+    def _look(self) -> None:
+        view, prefill, computed = self._builder.view, self._builder.prefill, self._computed
+        for rid, num_tokens in islice(prefill.items(), self._num_seen, None):
+            waiting = view.waiting(rid)
+            if waiting is not None:
+                computed[rid] = waiting, view.match(waiting).cached + num_tokens
+            elif rid in computed:
+                other, num_computed = computed[rid]
+                computed[rid] = other, num_computed + num_tokens
+        self._num_seen = len(prefill)
 
 
 def follow(order: OfflineOrder, request: Request, num_cached: int) -> None:

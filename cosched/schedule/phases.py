@@ -25,7 +25,7 @@ from cosched.core.request import Request, RequestClass, num_tokens_of
 from cosched.core.view import Decodes, Match, OfflineOrder
 from cosched.schedule.base import Pace
 from cosched.schedule.builder import PlanBuilder
-from cosched.schedule.following import LEAST_SHARED, follow, waits_for_prefix, without_output
+from cosched.schedule.following import LEAST_SHARED, UnderWay, follow, without_output
 from cosched.schedule.preemption import should_finish
 
 
@@ -197,11 +197,11 @@ def _serve_online(
         return False
     is_served = True
     num_following = 0
-    launched = without_output(builder.view)
+    under_way = UnderWay(builder)
     for request in waiting:
         if request.rid in builder.prefill:
             continue
-        if waits_for_prefix(builder, request, launched):
+        if under_way.has_prefix_of(request):
             num_following += 1
             if num_following == _MOST_FOLLOWING:
                 break

@@ -6,6 +6,7 @@ import math
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 
 from cosched.core.batch import BatchTotals
 from cosched.core.estimates import Predictor
@@ -163,9 +164,16 @@ class TimeBudget:
         return self._predictor.predict_s(trial)
 
     def offline_decodes(self, contexts: Sequence[int]) -> int:
-        seconds = self._ledger.seconds_with_decodes
-        if seconds(contexts) <= self.offline_s:
+        if self._ledger.seconds_with_decodes(contexts) <= self.offline_s:
             return len(contexts)
-        return bisect_right(
-            range(1, len(contexts)), self.offline_s, key=lambda n: seconds(contexts[:n])
-        )
+        totals = self._ledger.totals
+        trial, sums = totals.copy(), [*accumulate(contexts)]
+
+        def seconds(num: int) -> float:
+            """With the first of them."""
+            trial.num_decodes = totals.num_decodes + num
+            trial.decode_context = totals.decode_context + sums[num - 1]
+            trial.max_decode_context = max(totals.max_decode_context, max(contexts[:num]))
+            return self._predictor.predict_s(trial)
+
+        return bisect_right(range(1, len(contexts)), self.offline_s, key=seconds)
