@@ -32,7 +32,7 @@ LEAST_OBSERVATIONS = 32
 LEAST_NEW, REFIT_GROWTH, MOST_NEW = 8, 0.25, 256
 """New iterations of a phase before the next fit: this share of all it has seen, between two
 bounds."""
-FIT_AT_ONCE = 64
+FIT_AT_ONCE = 256
 """A fit to no more iterations than this is made with the one that asks for it."""
 MOST_GROWTH = 1.1
 """Iterations that are larger than what is known by more say nothing about the scale."""

@@ -292,7 +292,7 @@ class TestSteps:
         for number, batch in enumerate(batches(1, 600)):
             before = len(solved)
             calibrator.observe(batch, TRUTH.iteration_s(batch))
-            if number > calibration.FIT_AT_ONCE:
+            if number > 2 * calibration.FIT_AT_ONCE:
                 most = max(most, len(solved) - before)
         assert most == 1
         assert calibrator.num_fits > 3
