@@ -515,7 +515,7 @@ class TestClaims:
             front.sent.clear()
 
             async def ask(body):
-                state = {"state": own_request(60.0)}
+                state = {"state": own_request(60.0, num_behind=7)}
                 async with httpx.AsyncClient(transport=transport, base_url="http://own") as client:
                     return await client.post(path, json=body, extensions=state)
 
@@ -525,6 +525,8 @@ class TestClaims:
             assert front.priorities == [OFFLINE_PRIORITY]
             assert response.headers["x-cosched-class"] == "offline"
             assert front.targets == [{"deadline_s": 60.0}]
+            told = front.sent[0].sampling_params.custom_params["cosched_server"]
+            assert told["behind"] == 7
         assert front.post(CHAT, priority=3).status_code == 200
 
     @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES])
