@@ -48,9 +48,13 @@ EXCEPTED = {
 CHANGED = {
     "cosched batch": ("-o out.jsonl", "-o out.jsonl --base-url http://localhost:30000"),
     "cosched simulate": ("--duration 600", "--duration 4"),
-    "cosched bench run": ("--duration 200", "--duration 1"),
+    "cosched bench run --settings s0,s1": ("--duration 200", "--duration 1"),
+    "cosched bench run --settings s0,priority": (
+        "--duration 900 --data-dir DIR",
+        "--duration 1",
+    ),
     "cosched bench suite yardstick": (
-        "yardstick --scenarios i,iii --settings hygen,echo-bs+e+s,bros,cosched --data-dir DIR",
+        "yardstick --scenarios 'h100-8b/i,h100-8b/iii' --data-dir DIR",
         "quick --scenarios questions --settings s0,cosched",
     ),
 }
