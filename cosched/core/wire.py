@@ -147,8 +147,7 @@ USAGE_HEADER = "x-cosched-usage"
 SERVER_KEY = "cosched_server"
 """In ``custom_params``: what the HTTP side tells the scheduler. Clients cannot set it."""
 
-NAME_KEY, OWNER_KEY, USAGE_KEY = "name", "owner", "device_seconds"
-BEHIND_KEY = "behind"
+NAME_KEY, OWNER_KEY, USAGE_KEY, BEHIND_KEY = "name", "owner", "device_seconds", "behind"
 """In it: ``KEY/TENANT`` or ``KEY``, by the operator's names; the owner, where its key has no name
 (`cosched.core.shares`); whether the reply says what it cost, which is also the field of ``usage``
 and of the ``meta_info`` of SGLang's replies; of a line of a batch: lines that will come after it to

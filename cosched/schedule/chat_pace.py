@@ -174,12 +174,11 @@ def _sizes(
 def _price_s(predictor: Predictor, prompt: Prefill) -> float:
     """Time of a prompt token in the largest iteration known, up to `_LARGE` of them [s]."""
     num_new = _LARGE
-    while num_new > _LEAST:
-        alone = _beside(BatchTotals(), num_new, prompt)
-        if predictor.knows(alone):
-            break
+    alone = _beside(BatchTotals(), num_new, prompt)
+    while num_new > _LEAST and not predictor.knows(alone):
         num_new //= 2
-    return predictor.predict_s(_beside(BatchTotals(), num_new, prompt)) / num_new
+        alone = _beside(BatchTotals(), num_new, prompt)
+    return predictor.predict_s(alone) / num_new
 
 
 def _worth_s(predictor: Predictor, totals: BatchTotals, price_s: float) -> float:

@@ -168,12 +168,13 @@ class TimeBudget:
             return len(contexts)
         totals = self._ledger.totals
         trial, sums = totals.copy(), [*accumulate(contexts)]
+        longest = [*accumulate(contexts, max, initial=totals.max_decode_context)]
 
         def seconds(num: int) -> float:
             """With the first of them."""
             trial.num_decodes = totals.num_decodes + num
             trial.decode_context = totals.decode_context + sums[num - 1]
-            trial.max_decode_context = max(totals.max_decode_context, max(contexts[:num]))
+            trial.max_decode_context = longest[num]
             return self._predictor.predict_s(trial)
 
         return bisect_right(range(1, len(contexts)), self.offline_s, key=seconds)
