@@ -12,6 +12,7 @@ starts when 90 % of --running requests run, or after 2,000 iterations.
 
   plan      view, policy, validation, and learning from the last iteration
   policy    part of plan: the policy's call
+  result    what cosched learns from the tokens of an iteration, while the next one runs
   apply     the rest of SGLang's `get_next_batch_to_run`: building the batch
   schedule  plan + apply; under stock scheduling all of `get_next_batch_to_run`
 
@@ -165,6 +166,7 @@ def measure(setting: Setting, options: argparse.Namespace) -> dict[str, Any]:
         if controller is not None:
             watch.around(controller.policy, "plan", "policy")
             watch.around(controller, "plan", "plan")
+            watch.around(controller, "finished", "result")
         slots = scheduler.req_to_token_pool
         first = 0
         num_running: list[int] = []

@@ -63,6 +63,13 @@ _NUM_COLUMNS = _Column.ENDS + NUM_ENDS
 _KEPT = slice(0, _Column.UNTIL)
 """Columns that are written when a request is new."""
 
+_LENGTH = slice(_Column.UNTIL, None)
+"""Columns of its estimated length."""
+
+_ESTIMATED = 16
+"""Lengths that are estimated again with a result, or one of as many: each is due with every 16th
+token at most. Where hundreds of requests began together, nothing waits for all of them."""
+
 _NEWEST_SHARE = 0.05
 """Of the newest iteration in the moving average of tokens per decode."""
 
@@ -96,6 +103,8 @@ class RunningTable:
         """Rows of those whose prompt may still come into the tree, and their output when they came:
         under overlap they run before the result of their prefill is there."""
         self._num_shifts = _NONE
+        self._estimates = False
+        """Somebody asks how long requests will run (`outlook`): with most policies nobody does."""
         self._has_guests = False
         """A plan has had guests: with most policies none has, and nothing looks for them."""
 
@@ -116,6 +125,9 @@ class RunningTable:
             self._learn_tokens(generated[is_online & (generated > 0)], is_online=True)
             self._learn_tokens(generated[generated > 0], is_online=False)
         self._columns[_Column.OUTPUT, rows] = num_output
+        if self._estimates:
+            known = rows[self._read[rows] == self._generations[rows]]
+            self._estimate(known, most=max(_ESTIMATED, len(known) // _ESTIMATED))
 
     def _learn_tokens(self, generated: Any, *, is_online: bool) -> None:
         if len(generated) and (is_online or not self._knows_online_tokens):
@@ -182,6 +194,21 @@ class RunningTable:
             is_whole=not over,
         )
 
+    def _estimate(self, rows: Any, *, most: int) -> None:
+        """Estimate the lengths that are due again, `most` of them: the longest overdue first."""
+        num_output = self._columns[_Column.OUTPUT, rows]
+        late = num_output - self._columns[_Column.UNTIL, rows]
+        due = (late >= 0).nonzero()[0]
+        if len(due) > most:
+            due = due[np.argsort(-late[due], kind="stable")[:most]]
+        for row, num in zip(rows[due].tolist(), num_output[due].tolist(), strict=True):
+            self._columns[_LENGTH, row] = self._length(self._owner(row), num)
+
+    def _length(self, tracked: TrackedRequest, num_output: int) -> tuple[int, ...]:
+        """Of the columns `_LENGTH`."""
+        until, ends = self._lengths.ends(tracked, num_output)
+        return (until, *(0,) * (NUM_ENDS - len(ends)), *ends)
+
     def _look_at(self, req: Any, row: int) -> bool:
         """Read a new request. False: it has ended."""
         if not port.is_under_way(req):
@@ -192,9 +219,10 @@ class RunningTable:
             before.row = None
         self._owners[row], tracked.row = tracked, row
         promised = tracked.promised
-        self._columns[_Column.UNTIL :, row] = 0
+        num_output = tracked.num_output_tokens
+        self._columns[_LENGTH, row] = self._length(tracked, num_output) if self._estimates else 0
         self._columns[_KEPT, row] = (
-            tracked.num_output_tokens,
+            num_output,
             self._shared_of(tracked),
             tracked.traits.num_rows,
             tracked.max_new_tokens,
@@ -206,7 +234,7 @@ class RunningTable:
             _NONE,
         )
         self._read[row] = self._generations[row]
-        self._settling[row] = tracked.num_output_tokens
+        self._settling[row] = num_output
         return True
 
     def _settle(self) -> None:
@@ -230,16 +258,11 @@ class RunningTable:
         """Of `View.outlook`. kv_tree: knows what of the tree each request alone holds; None:
         `gain_of` is asked about each."""
         columns, rows = running.columns, running.rows
-        num_output = columns[_Column.OUTPUT]
-        due = (num_output >= columns[_Column.UNTIL]).nonzero()[0].tolist()
-        for place in due:
-            columns[_Column.UNTIL, place], ends = self._lengths.ends(
-                self._owner(rows[place]), int(num_output[place])
-            )
-            columns[_Column.ENDS :, place] = (0,) * (NUM_ENDS - len(ends)) + ends
-        if due:
-            self._columns[_Column.UNTIL :, rows] = columns[_Column.UNTIL :]
-        left = columns[_Column.ENDS :] - num_output
+        if not self._estimates:
+            self._estimates = True
+            self._estimate(rows, most=len(rows))
+            columns[_LENGTH] = self._columns[_LENGTH][:, rows]
+        left = columns[_Column.ENDS :] - columns[_Column.OUTPUT]
         if not running.are_plain:
             left *= columns[_Column.SLOTS]
         if kv_tree is None:

@@ -120,9 +120,11 @@ class Window:
             self._next = (index + 1) % self._size
         insort(ordered, value)
 
-    def num_below(self, value: float) -> int:
-        """Number of values that are not above it."""
-        return bisect_right(self._ordered, value)
+    def above(self, value: float, level: float) -> tuple[int, float]:
+        """How many values are above this one, and their quantile; 0.0 if there are none."""
+        start = bisect_right(self._ordered, value)
+        count = len(self._ordered) - start
+        return count, self.quantile(level, start) if count else 0.0
 
     def quantile(self, level: float, start: int = 0) -> float:
         """Of the values except the `start` lowest; there must be one."""
@@ -142,24 +144,54 @@ class Window:
 class _Cell:
     """A group of similar requests.
 
-    window         newest lengths
+    window         newest lengths, `count` of them
     median, upper  their quantiles
     gain           how much smaller the error is with the group than without it, as a moving average
     """
 
-    __slots__ = ("gain", "median", "upper", "window")
+    __slots__ = ("count", "gain", "median", "upper", "window")
 
     def __init__(self, window: Window) -> None:
         self.window = window
+        self.count = 0
         self.gain = self.median = self.upper = 0.0
 
     def add(self, value: float, coverage: float) -> None:
         window = self.window
         window.add(value)
+        self.count = len(window)
         self.median, self.upper = window.quantile(0.5), window.quantile(coverage)
 
     def note(self, gain: float) -> None:
         self.gain = self.gain * _KEPT + min(max(gain, -1.0), 1.0)
+
+
+class Similar:
+    """Groups of requests that are similar to one, from the widest to the narrowest."""
+
+    __slots__ = ("_cells",)
+
+    def __init__(self, cells: Sequence[tuple[_Cell, float]]) -> None:
+        self._cells = cells
+
+    def totals(self) -> Pair:
+        """Estimate for the request before its first token."""
+        root = self._cells[0][0]
+        median, upper = root.median, root.upper
+        for cell, prior in self._cells[1:]:
+            share = cell.count / (cell.count + prior)
+            median += share * (cell.median - median)
+            upper += share * (cell.upper - upper)
+        return Pair(median, upper)
+
+    def survivors(self, level: float, above: float) -> float | None:
+        """Quantile of the lengths above `above`; None if there are none."""
+        total: float | None = None
+        for cell, prior in self._cells:
+            count, own = cell.window.above(above, level)
+            if count:
+                total = own if total is None else total + count / (count + prior) * (own - total)
+        return total
 
 
 class Histogram:
@@ -181,39 +213,13 @@ class Histogram:
     def __len__(self) -> int:
         return len(self._cells)
 
-    def totals(self, cells: Cells) -> Pair | None:
-        """Estimate for a request in these groups (`cells_of`); None before the first request."""
+    def similar(self, cells: Cells) -> Similar | None:
+        """The groups of a request (`cells_of`) that count; None before the first request."""
         known = self._cells
-        root = known.get(_ROOT)
-        if root is None:
+        if _ROOT not in known:
             return None
-        median, upper = root.median, root.upper
-        for key, prior in cells[1:]:
-            cell = known.get(key)
-            if cell is None or cell.gain < 0:
-                continue
-            count = len(cell.window)
-            share = count / (count + prior)
-            median += share * (cell.median - median)
-            upper += share * (cell.upper - upper)
-        return Pair(median, upper)
-
-    def survivors(self, cells: Cells, level: float, above: float) -> float | None:
-        """Quantile of the lengths above `above`; None if there are none."""
-        known = self._cells
-        total: float | None = None
-        for key, prior in cells:
-            cell = known.get(key)
-            if cell is None or cell.gain < 0:
-                continue
-            window = cell.window
-            start = window.num_below(above)
-            count = len(window) - start
-            if not count:
-                continue
-            own = window.quantile(level, start)
-            total = own if total is None else total + count / (count + prior) * (own - total)
-        return total
+        found = ((known.get(key), prior) for key, prior in cells)
+        return Similar([(cell, prior) for cell, prior in found if cell and cell.gain >= 0])
 
     def learn(self, cells: Cells, length: int) -> Pair | None:
         """Learn from a request that has ended. Returns the estimate for it before that."""
@@ -234,8 +240,7 @@ class Histogram:
                     cell = self._new(key)
                 else:
                     known.move_to_end(key)
-                    count = len(cell.window)
-                    share = count / (count + prior)
+                    share = cell.count / (cell.count + prior)
                     own_median = median + share * (cell.median - median)
                     own_upper = upper + share * (cell.upper - upper)
                     own_loss = _loss(own_median, own_upper, coverage, length)

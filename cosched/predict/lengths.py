@@ -10,7 +10,16 @@ import msgspec
 
 from cosched.core.estimates import LengthEstimate
 from cosched.errors import ConfigError, choices
-from cosched.predict.length_histogram import Cells, Facts, Hints, Histogram, Pair, Window, cells_of
+from cosched.predict.length_histogram import (
+    Cells,
+    Facts,
+    Hints,
+    Histogram,
+    Pair,
+    Similar,
+    Window,
+    cells_of,
+)
 
 NUM_ENDS = 8
 """Possible ends that describe an uncertain length (`LengthEstimate.ends`)."""
@@ -158,9 +167,9 @@ class Belief:
         stretch = (self._upper - num_produced) / median
         if stretch <= 1:
             return (min(self._median, limit),)
-        power = math.log(stretch) / math.log(-math.log2(1 - self._model.config.coverage))
-        lefts = (math.ceil(median * halvings**power) for halvings in _HALVINGS)
-        return tuple(min(num_produced + left, limit) for left in lefts)
+        power = math.log(stretch) / self._model.log_halvings
+        ends = [num_produced + math.ceil(median * halvings**power) for halvings in _HALVINGS]
+        return tuple([end if end < limit else limit for end in ends])
 
     @property
     def cells(self) -> Cells:
@@ -178,6 +187,8 @@ class LengthModel:
     def __init__(self, config: LengthConfig) -> None:
         self.config = config
         self._levels = (0.5, config.coverage)
+        self.log_halvings = math.log(-math.log2(1 - config.coverage))
+        """Of the halvings of those still running until the upper quantile."""
         coverage, window = config.coverage, config.window
         self.histogram = Histogram(coverage=coverage, window=window, max_cells=config.max_cells)
         self._hints = Hints(coverage=coverage, window=window)
@@ -227,24 +238,25 @@ class LengthModel:
     def _learned(self, belief: Belief, num_produced: int) -> Pair:
         facts = belief.facts
         hinted = self._hints.totals(facts) if self.config.hints else None
-        similar = self.histogram.totals(belief.cells)
-        if similar is None:
+        others = self.histogram.similar(belief.cells)
+        if others is None:
             return hinted or Pair(facts.limit, facts.limit)
+        similar = others.totals()
         found = hinted or similar
         first = Pair(found.median, found.upper * self._correction)
         if num_produced == 0:
             return first
         # What is known of the request beyond similar ones stretches their lengths.
         median, upper = (
-            self._survived(belief, i, first[i] / max(similar[i], 1.0), num_produced)
+            self._survived(others, i, first[i] / max(similar[i], 1.0), num_produced)
             for i in range(2)
         )
         return Pair(median, upper)
 
-    def _survived(self, belief: Belief, i: int, stretch: float, num_produced: int) -> float:
+    def _survived(self, others: Similar, i: int, stretch: float, num_produced: int) -> float:
         """The i-th quantile of those that got longer."""
         stretch = max(stretch, 1e-3)
-        total = self.histogram.survivors(belief.cells, self._levels[i], num_produced / stretch)
+        total = others.survivors(self._levels[i], num_produced / stretch)
         return _BEYOND[i] * num_produced if total is None else stretch * total
 
     def _oracle(self, facts: Facts, num_produced: int) -> Pair:

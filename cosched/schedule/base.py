@@ -187,8 +187,12 @@ class Pace(Protocol):
         """False: not one token of any offline prefill fits."""
         ...
 
+    def decodes_fit(self, contexts: Sequence[int]) -> bool:
+        """All these offline decodes fit; context: tokens attended to."""
+        ...
+
     def offline_decodes(self, contexts: Sequence[int]) -> int:
-        """How many of the first offline decodes fit; context: tokens attended to."""
+        """How many of the first offline decodes fit."""
         ...
 
 
@@ -202,6 +206,9 @@ class Unlimited:
         return limit
 
     def has_offline_time(self) -> bool:
+        return True
+
+    def decodes_fit(self, contexts: Sequence[int]) -> bool:
         return True
 
     def offline_decodes(self, contexts: Sequence[int]) -> int:

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from operator import attrgetter
-from typing import Any
 
 from cosched.core.plan import SkipReason
 from cosched.core.request import Request, RequestClass, num_tokens_of
@@ -77,13 +76,14 @@ def admit_in_order(
 _arrival_seq = attrgetter("arrival_seq")
 
 
-def oldest_first(decodes: Decodes) -> Sequence[Any]:
-    return [*map(_arrival_seq, decodes.requests)]
+def oldest_first(decodes: Decodes) -> list[int]:
+    arrivals = [*map(_arrival_seq, decodes.requests)]
+    return sorted(range(len(arrivals)), key=arrivals.__getitem__)
 
 
-def shortest_first(decodes: Decodes) -> Sequence[Any]:
-    """The shortest contexts generate the most tokens per second."""
-    return [*zip(decodes.contexts, map(_arrival_seq, decodes.requests), strict=True)]
+def shortest_first(decodes: Decodes) -> list[int]:
+    """The shortest contexts generate the most tokens per second; of equals the oldest first."""
+    return sorted(oldest_first(decodes), key=decodes.contexts.__getitem__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,12 +92,12 @@ class Steps:
 
     admit         admits waiting offline requests
     victims       offline requests to preempt for an online one, in order
-    decode_order  sort keys: which offline requests decode if not all fit
+    decode_order  places of the offline requests that decode first if not all fit
     """
 
     admit: Callable[[PlanBuilder, Pace, OfflineOrder], None] = admit_in_order
     victims: Callable[[PlanBuilder], list[Request]] = youngest_first
-    decode_order: Callable[[Decodes], Sequence[Any]] = oldest_first
+    decode_order: Callable[[Decodes], Sequence[int]] = oldest_first
 
 
 _DEFAULT = Steps()
@@ -314,13 +314,10 @@ def _decode_offline(builder: PlanBuilder, pace: Pace, steps: Steps) -> None:
 
 def _decode_fitting(builder: PlanBuilder, pace: Pace, steps: Steps, decodes: Decodes) -> None:
     running, reads = decodes.requests, builder.reads_of(decodes)
-    if builder.view.rules.partial:
+    if builder.view.rules.partial and not pace.decodes_fit(reads):
+        places = steps.decode_order(decodes)
+        running, reads = [running[i] for i in places], [reads[i] for i in places]
         num_fitting = pace.offline_decodes(reads)
-        if num_fitting < len(running):
-            keys = steps.decode_order(decodes)
-            places = sorted(range(len(keys)), key=keys.__getitem__)
-            running, reads = [running[i] for i in places], [reads[i] for i in places]
-            num_fitting = pace.offline_decodes(reads)
         decoding, reads = running[:num_fitting], reads[:num_fitting]
         unheld = builder.pause_all(running[num_fitting:])
         if unheld:

@@ -6,7 +6,8 @@ import math
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
+
+import numpy as np
 
 from cosched.core.batch import BatchTotals
 from cosched.core.estimates import Predictor
@@ -163,18 +164,20 @@ class TimeBudget:
         trial.add_prefill(num_tokens, num_cached)
         return self._predictor.predict_s(trial)
 
+    def decodes_fit(self, contexts: Sequence[int]) -> bool:
+        return self._ledger.seconds_with_decodes(contexts) <= self.offline_s
+
     def offline_decodes(self, contexts: Sequence[int]) -> int:
-        if self._ledger.seconds_with_decodes(contexts) <= self.offline_s:
+        if self.decodes_fit(contexts):
             return len(contexts)
-        totals = self._ledger.totals
-        trial, sums = totals.copy(), [*accumulate(contexts)]
-        longest = [*accumulate(contexts, max, initial=totals.max_decode_context)]
+        totals, trial = self._ledger.totals, self._ledger.totals.copy()
+        sums, longest = np.cumsum(contexts), np.maximum.accumulate(contexts)
 
         def seconds(num: int) -> float:
             """With the first of them."""
             trial.num_decodes = totals.num_decodes + num
-            trial.decode_context = totals.decode_context + sums[num - 1]
-            trial.max_decode_context = longest[num]
+            trial.decode_context = totals.decode_context + int(sums[num - 1])
+            trial.max_decode_context = max(totals.max_decode_context, int(longest[num - 1]))
             return self._predictor.predict_s(trial)
 
         return bisect_right(range(1, len(contexts)), self.offline_s, key=seconds)

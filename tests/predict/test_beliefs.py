@@ -128,7 +128,7 @@ class TestAnyHistory:
         cells = cells_of(facts())
         for length in lengths:
             histogram.learn(cells, length)
-        totals = [histogram.survivors(cells, level, count) for count in produced]
+        totals = [histogram.similar(cells).survivors(level, count) for count in produced]
         for count, total in zip(produced, totals, strict=True):
             assert total is None or total > count
         if None not in totals:
@@ -145,7 +145,7 @@ class TestAnyHistory:
         cells = cells_of(facts(prompt=range(80)))
         for length in lengths:
             histogram.learn(cells, length)
-        totals = [histogram.survivors(cells, level, produced) for level in levels]
+        totals = [histogram.similar(cells).survivors(level, produced) for level in levels]
         known = [total for total in totals if total is not None]
         assert len(known) in (0, len(levels))
         assert known == sorted(known)

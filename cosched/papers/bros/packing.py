@@ -54,9 +54,12 @@ class Within:
     def has_offline_time(self) -> bool:
         return self._ledger.seconds_with(1, 0) <= self._limit_s
 
+    def decodes_fit(self, contexts: Sequence[int]) -> bool:
+        return self._ledger.seconds_with_decodes(contexts) <= self._limit_s
+
     def offline_decodes(self, contexts: Sequence[int]) -> int:
         seconds = self._ledger.seconds_with_decodes
-        if seconds(contexts) <= self._limit_s:
+        if self.decodes_fit(contexts):
             return len(contexts)
         return bisect_right(
             range(1, len(contexts)), self._limit_s, key=lambda n: seconds(contexts[:n])
