@@ -98,7 +98,8 @@ class RunningTable:
         self._read = np.full(num_rows, _NONE, dtype=np.int64)
         """With which of them each row was read."""
         self._columns = np.zeros((_NUM_COLUMNS, num_rows), dtype=np.int64)
-        self._owners: list[TrackedRequest | None] = [None] * num_rows
+        self._owners: Any = np.full(num_rows, None, dtype=object)
+        """`TrackedRequest`s."""
         self._settling: dict[int, int] = {}
         """Rows of those whose prompt may still come into the tree, and their output when they came:
         under overlap they run before the result of their prefill is there."""
@@ -182,7 +183,7 @@ class RunningTable:
             )
         if self._settling:
             self._settle()
-        columns = self._columns[:, rows]
+        columns = self._columns.take(rows, axis=1)
         return Running(
             self._owners,
             rows,
@@ -285,7 +286,7 @@ class RunningTable:
         return tracked.num_computed_tokens - tracked.num_own_tokens
 
     def _owner(self, row: Any) -> TrackedRequest:
-        owner = self._owners[int(row)]
+        owner: TrackedRequest | None = self._owners[int(row)]
         assert owner is not None, f"{row=} runs"
         return owner
 
@@ -301,7 +302,7 @@ class Running:
 
     def __init__(
         self,
-        owners: Sequence[Any],
+        owners: Any,
         rows: Any,
         columns: Any,
         computed: Any,
@@ -340,7 +341,7 @@ class Running:
     def _decodes(self, request_class: RequestClass) -> Decodes:
         places = self._places[request_class]
         contexts = (self._computed[places] + 1).tolist()
-        return Decodes(_owners_of(self._owners, self.rows[places]), contexts)
+        return Decodes(self._owners[self.rows[places]].tolist(), contexts)
 
     def own(self) -> dict[RequestClass, int]:
         """KV tokens of each class outside the tree."""
@@ -427,13 +428,14 @@ class Running:
 class _Owners(Sequence[TrackedRequest]):
     """Most plans ask only how many there are: the requests are fetched when they are asked for."""
 
-    def __init__(self, owners: Sequence[Any], rows: Any) -> None:
+    def __init__(self, owners: Any, rows: Any) -> None:
         self._owners = owners
         self._rows = rows
 
     @cached_property
     def _requests(self) -> list[TrackedRequest]:
-        return _owners_of(self._owners, self._rows)
+        found: list[TrackedRequest] = self._owners[self._rows].tolist()
+        return found
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -443,10 +445,6 @@ class _Owners(Sequence[TrackedRequest]):
 
     def __getitem__(self, place: Any) -> Any:
         return self._requests[place]
-
-
-def _owners_of(owners: Sequence[Any], rows: Any) -> list[TrackedRequest]:
-    return [*map(owners.__getitem__, rows.tolist())]
 
 
 def _loans(

@@ -6,7 +6,7 @@ engine requires.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from itertools import compress
 
 from cosched.core.plan import Hosting, Plan, Preemption, PreemptMode, SkipReason
@@ -226,21 +226,17 @@ class PlanBuilder:
         return not self.pause_all((request,), reason)
 
     def pause_all(
-        self, requests: Iterable[Request], reason: SkipReason = SkipReason.LATENCY_BUDGET
+        self, requests: Sequence[Request], reason: SkipReason = SkipReason.LATENCY_BUDGET
     ) -> list[Request]:
         """Pause the decode of running requests for this iteration. Returns those that cannot
         pause."""
         can_pause, held = self.view.can_pause, self.paused
-        going: list[Request] = []
-        staying: list[Request] = []
-        for request in requests:
-            is_free = request.rid not in held and can_pause(request)
-            (going if is_free else staying).append(request)
+        going = [r for r in requests if r.rid not in held and can_pause(r)]
         self.ledger.refund_pauses(going)
-        rids = [request.rid for request in going]
-        held.update(rids)
-        self.skipped.update(dict.fromkeys(rids, reason))
-        return staying
+        pausing = dict.fromkeys([request.rid for request in going], reason)
+        held.update(pausing)
+        self.skipped.update(pausing)
+        return [r for r in requests if r.rid not in pausing] if len(going) < len(requests) else []
 
     def resume(self, request: Request) -> bool:
         """Let a paused request decode. False: prefills have taken its memory, and it stays

@@ -380,7 +380,7 @@ class Ledger:
 
     def refund_pauses(self, requests: Sequence[Request]) -> None:
         """Refund the decodes of running requests that pause."""
-        num_tokens = sum(map(self.step_of, requests))
+        num_tokens = self.steps_of(requests)
         self.available += num_tokens
         for side in self._side:
             side.refund_pauses(num_tokens)
@@ -390,7 +390,7 @@ class Ledger:
 
     def charge_pause(self, request: Request) -> None:
         """The inverse of `refund_pauses`."""
-        num_tokens = self.step_of(request)
+        num_tokens = self.steps_of((request,))
         self.available -= num_tokens
         for side in self._side:
             side.refund_pauses(-num_tokens)
@@ -407,17 +407,17 @@ class Ledger:
         if self._caps.mixed_batches and min(self.tokens, self.headroom) < 1:
             return False
         if not self._side:
-            return self.available >= self.step_of(request)
+            return self.available >= self.steps_of((request,))
         trial = self.fork()
         trial.charge_pause(request)
         return trial.decodes_fit()
 
-    def step_of(self, request: Request) -> int:
-        """KV tokens that the next decode of a running request takes."""
+    def steps_of(self, requests: Sequence[Request]) -> int:
+        """KV tokens that the next decodes of running requests take."""
         page = self._caps.page_size
-        if page > 1 and request.num_computed_tokens % page:
-            return 0
-        return page * request.traits.num_rows
+        if page > 1:
+            requests = [r for r in requests if r.num_computed_tokens % page == 0]
+        return page * sum([request.traits.num_rows for request in requests])
 
     def _charge_prefill(self, request: Request, num_cached: int, num_tokens: int) -> None:
         assert num_tokens > 0, f"{num_tokens=} {request.rid=}"

@@ -52,23 +52,24 @@ class LoadAhead:
             ends[-1, num_open == 0] = 1
             is_open = ends > 0
             num_open = np.maximum(num_open, 1)
-        passed = is_open.cumsum(axis=0) / num_open
-        variance = passed * (1 - passed)
-        variance[1:] -= variance[:-1].copy()
         times = _times(ends, is_open)
-        places = times.searchsorted(ends)
-        places[~is_open] = len(times)
-        places = places.ravel()
-        last = times.searchsorted(np.maximum(ends[-1], 1))
+        # Of each end that is not passed: its request, and how many of that one's come before it.
+        row, one = is_open.nonzero()
+        of_one, held_of_one = num_open[one], held[one]
+        before = row - (len(ends) - of_one)
+        places = times.searchsorted(ends[is_open])
+        share = -1 / of_one
+        passed, passed_before = (before + 1) / of_one, before / of_one
+        variance = passed * (1 - passed) - passed_before * (1 - passed_before)
+        with_held = variance * held_of_one
+        steps = share * held_of_one, share, variance, with_held, with_held * held_of_one
         of = np.empty((7, len(times) + 1))
         of[:, 0] = held.sum(), len(held), 0, 0, 0, held.sum(), len(held)
-        share = -1 / num_open * is_open
-        with_held = variance * held
-        steps = share * held, share, variance, with_held, with_held * held
-        for row, step in zip(of[:_MOST_HELD], steps, strict=True):
-            row[1:] = np.bincount(places, step.ravel(), len(times) + 1)[:-1]
-        of[_MOST_HELD, 1:] = -np.bincount(last, held, len(times) + 1)[:-1]
-        of[_MOST, 1:] = -np.bincount(last, minlength=len(times) + 1)[:-1]
+        for row_of, step in zip(of[:_MOST_HELD], steps, strict=True):
+            row_of[1:] = np.bincount(places, step, len(times))
+        last = times.searchsorted(np.maximum(ends[-1], 1))
+        of[_MOST_HELD, 1:] = -np.bincount(last, held, len(times))
+        of[_MOST, 1:] = -np.bincount(last, minlength=len(times))
         # Requests that run until a time: all, less those that may end before.
         of[:, 1:].cumsum(axis=1, out=of[:, 1:])
         of[:, 1:] += of[:, :1]

@@ -137,14 +137,11 @@ def _replay_promises(
 def _replay_pauses(
     plan: Plan, view: View, ledger: Ledger, running: dict[str, Request], preempted: set[str]
 ) -> None:
-    held: list[Request] = []
-    for rid in plan.paused:
-        request = running.get(rid)
-        if request is None or rid in preempted:
-            raise PlanError(f"paused but not running: {rid}")
-        if not view.can_pause(request):
-            raise PlanError(f"paused, but its decode cannot pause now: {rid}")
-        held.append(request)
+    if over := plan.paused.difference(running) | plan.paused & preempted:
+        raise PlanError(f"paused but not running: {min(over)}")
+    held = [running[rid] for rid in plan.paused]
+    if bound := [request.rid for request in held if not view.can_pause(request)]:
+        raise PlanError(f"paused, but its decode cannot pause now: {bound[0]}")
     ledger.refund_pauses(held)
     num_running = len(running) - len(preempted & running.keys())
     if plan.paused and not plan.prefill and len(plan.paused) == num_running:
