@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, NamedTuple, Protocol
 
 from cosched.core.caps import EngineCaps
@@ -172,16 +173,27 @@ class ToleranceHeadroom:
 
 
 class Decodes(NamedTuple):
-    """Running requests and the tokens that each attends to in its next decode, the new one
-    included. Reading all at once is much cheaper than reading each request."""
+    """Running requests, the tokens that each attends to in its next decode, the new one included,
+    and the `arrival_seq` of each. Reading all at once is much cheaper than reading each request."""
 
-    requests: Sequence[Request]
-    contexts: Sequence[int]
+    requests: Sequence[Request] = ()
+    contexts: Sequence[int] = ()
+    arrivals: Sequence[int] = ()
 
     @classmethod
     def of(cls, requests: Sequence[Request]) -> Decodes:
         """Read from each request. O(requests)."""
-        return cls(requests, [r.num_computed_tokens + 1 for r in requests])
+        contexts = [r.num_computed_tokens + 1 for r in requests]
+        return cls(requests, contexts, [r.arrival_seq for r in requests])
+
+    def where(self, is_wanted: Sequence[bool]) -> Decodes:
+        """Some of them."""
+        requests, contexts, arrivals = self
+        return Decodes(
+            [*compress(requests, is_wanted)],
+            [*compress(contexts, is_wanted)],
+            [*compress(arrivals, is_wanted)],
+        )
 
 
 class Outlook(NamedTuple):

@@ -40,6 +40,7 @@ class _Column:
     SPECIAL   1: it has `Traits` of its own
     CERTAIN   1: the engine keeps all of its output free
     GUEST     1: it grows into KV that is set aside for another
+    ARRIVAL   its `arrival_seq`
     GAIN      tokens of the radix tree that it alone holds; `_NONE`: not looked up
     UNTIL     output at which its length is estimated again
     ENDS      and the columns behind it: the ends of its whole output until then
@@ -54,9 +55,10 @@ class _Column:
     SPECIAL = 6
     CERTAIN = 7
     GUEST = 8
-    GAIN = 9
-    UNTIL = 10
-    ENDS = 11
+    ARRIVAL = 9
+    GAIN = 10
+    UNTIL = 11
+    ENDS = 12
 
 
 _NUM_COLUMNS = _Column.ENDS + NUM_ENDS
@@ -232,6 +234,7 @@ class RunningTable:
             tracked.traits is not PLAIN,
             tracked.reserves_all,
             tracked.is_hosted,
+            tracked.arrival_seq,
             _NONE,
         )
         self._read[row] = self._generations[row]
@@ -341,7 +344,8 @@ class Running:
     def _decodes(self, request_class: RequestClass) -> Decodes:
         places = self._places[request_class]
         contexts = (self._computed[places] + 1).tolist()
-        return Decodes(self._owners[self.rows[places]].tolist(), contexts)
+        arrivals = self.columns[_Column.ARRIVAL, places].tolist()
+        return Decodes(self._owners[self.rows[places]].tolist(), contexts, arrivals)
 
     def own(self) -> dict[RequestClass, int]:
         """KV tokens of each class outside the tree."""

@@ -304,7 +304,7 @@ class SchedulerView:
             return 0
         shared = self._shared.get(request.request_class)
         if shared is None:
-            requests, contexts = self.running_of(request.request_class)
+            requests, contexts, _ = self.running_of(request.request_class)
             reads = self._prefixes.reads([_req(r) for r in requests], contexts)
             numbers = (all_ - read for all_, read in zip(contexts, reads, strict=True))
             shared = dict(zip(requests, numbers, strict=True))

@@ -7,7 +7,6 @@ engine requires.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
-from itertools import compress
 
 from cosched.core.plan import Hosting, Plan, Preemption, PreemptMode, SkipReason
 from cosched.core.request import LateReason, Request, RequestClass, num_tokens_of
@@ -42,7 +41,7 @@ class PlanBuilder:
         self.online = view.running_of(RequestClass.ONLINE)
         """Running online requests that are not set aside."""
         self._tiers = tiers
-        self._aside = Decodes([], [])
+        self._aside = Decodes()
         if tiers is not None:
             self.online, self._aside = _divided(self.online, tiers)
         self._stop = stop
@@ -106,9 +105,7 @@ class PlanBuilder:
     def _left(self, decodes: Decodes) -> Decodes:
         if not self._preempted:
             return decodes
-        requests, contexts = decodes
-        stays = [request.rid not in self._preempted for request in requests]
-        return Decodes([*compress(requests, stays)], [*compress(contexts, stays)])
+        return decodes.where([r.rid not in self._preempted for r in decodes.requests])
 
     def reads_of(self, decodes: Decodes) -> Sequence[int]:
         """For each running request the KV tokens that its next decode reads. Tokens of a shared
@@ -116,7 +113,7 @@ class PlanBuilder:
         if not self.view.caps.shared_prefix:
             return decodes.contexts
         num_shared = self.view.num_shared
-        return [n - num_shared(r) for r, n in zip(*decodes, strict=True)]
+        return [n - num_shared(r) for r, n in zip(decodes.requests, decodes.contexts, strict=True)]
 
     def unfinished(self) -> Iterator[Request]:
         """Unfinished prefills that are not preempted."""
@@ -347,11 +344,7 @@ class PlanBuilder:
 def _divided(decodes: Decodes, tiers: Collection[int]) -> tuple[Decodes, Decodes]:
     """Those of these tiers, and those of others."""
     is_theirs = [request.tier in tiers for request in decodes.requests]
-    others = [not each for each in is_theirs]
-    return (
-        Decodes([*compress(decodes.requests, is_theirs)], [*compress(decodes.contexts, is_theirs)]),
-        Decodes([*compress(decodes.requests, others)], [*compress(decodes.contexts, others)]),
-    )
+    return decodes.where(is_theirs), decodes.where([not each for each in is_theirs])
 
 
 def mixes(view: View, ledger: Ledger, idle: Set[str]) -> bool:

@@ -6,7 +6,7 @@ at. What is best is the policy's to say (`Choose`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from cosched.core.plan import SkipReason
@@ -91,13 +91,16 @@ def admit_best(
         num_left = None if num_left is None else num_left - 1
 
 
-def least_urgent_first(builder: PlanBuilder) -> list[Request]:
+def least_urgent_first(builder: PlanBuilder) -> Iterator[Request]:
     """As `youngest_first`, but the urgent ones come last."""
-    victims = youngest_first(builder)
-    if all(victim.slo.deadline_s is None for victim in victims):
-        return victims
     until_s = builder.view.offline_order().urgent_until_s
-    return sorted(victims, key=lambda victim: _is_urgent(victim, until_s))
+    urgent: list[Request] = []
+    for victim in youngest_first(builder):
+        if _is_urgent(victim, until_s):
+            urgent.append(victim)
+        else:
+            yield victim
+    yield from urgent
 
 
 def _is_urgent(request: Request, until_s: float) -> bool:

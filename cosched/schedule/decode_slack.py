@@ -73,7 +73,7 @@ class OnlineDecodes:
         """Time of one token of each in iterations of decodes alone: their own, those of tiers up to
         `most_tier`, or other ranks' [s]."""
         view, totals = self._view, BatchTotals()
-        requests, contexts = self._online
+        requests, contexts, _ = self._online
         if most_tier < math.inf:
             pairs = zip(requests, contexts, strict=True)
             contexts = [n for request, n in pairs if request.tier <= most_tier]
@@ -141,7 +141,7 @@ class OnlineDecodes:
     def _times(self) -> list[_Times]:
         start_s, default_s = self._view.start_s, self._default_s
         times: list[_Times] = []
-        for request, context in zip(*self._online, strict=True):
+        for request, context in zip(*self._online[:2], strict=True):
             tpot_s, first_s = request.slo.tpot_s, request.first_token_s
             if tpot_s is None or (tpot_s < default_s and tpot_s < self._shortest_s):
                 tpot_s = default_s

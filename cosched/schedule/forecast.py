@@ -25,23 +25,22 @@ admitted. Fewer for online requests: waiting costs them their target, and if mem
 offline request is preempted. An offline request that waits leaves headroom for later arrivals."""
 
 
-class _New(NamedTuple):
-    """A waiting request. held: KV tokens that its prompt would add; ends: tokens that it would add
-    by each of its possible ends."""
+class _Kv(NamedTuple):
+    """Of a request. held: KV tokens of its prompt and of what it has generated; ends: tokens that
+    it adds by each of its possible ends."""
 
-    request: Request
-    match: Match
     held: int
-    ends: list[int]
+    ends: tuple[int, ...]
 
 
 class _Running:
     """The KV of running requests and unfinished prefills. Each answer is computed when it is first
-    asked for, by whichever copy of a forecast."""
+    asked for, by whichever copy of a forecast: a trial and the plan after it ask the same."""
 
     def __init__(self, view: View) -> None:
         self._view = view
         self._page = view.caps.page_size
+        self._changed: dict[tuple[LoadAhead, _Kv, bool], LoadAhead] = {}
 
     @property
     def num(self) -> int:
@@ -50,8 +49,8 @@ class _Running:
     @cached_property
     def most(self) -> MostHeld:
         most = MostHeld.of(*self._outlook, page=self._page)
-        for held, ends in self._unfinished:
-            most = most.with_one(held, ends)
+        for one in self._unfinished:
+            most = most.with_one(*one)
         return most
 
     @cached_property
@@ -65,20 +64,26 @@ class _Running:
     @cached_property
     def load(self) -> LoadAhead:
         load = LoadAhead(*self._outlook, page=self._page)
-        for held, ends in self._unfinished:
-            load = load.with_one(held, ends)
+        for one in self._unfinished:
+            load = load.with_one(*one)
         return load
+
+    def changed(self, load: LoadAhead, one: _Kv, *, more: bool) -> LoadAhead:
+        """A load with one more request, or without one."""
+        key = load, one, more
+        if (found := self._changed.get(key)) is None:
+            change = load.with_one if more else load.without
+            found = self._changed[key] = change(*one)
+        return found
 
     @cached_property
     def _outlook(self) -> Outlook:
         return self._view.outlook()
 
     @property
-    def _unfinished(self) -> Iterator[tuple[int, list[int]]]:
-        view = self._view
-        for request in view.unfinished:
-            held = view.preemption_gain(request) + num_tokens_left(request)
-            yield held, _ends(view, request)
+    def _unfinished(self) -> Iterator[_Kv]:
+        for request in self._view.unfinished:
+            yield _under_way(self._view, request, num_tokens_left(request))
 
 
 class KvForecast:
@@ -98,9 +103,7 @@ class KvForecast:
         """Of all running and admitted requests, preempted ones included; None: nothing admitted."""
         self._load: LoadAhead | None = None
         """The same without preempted requests and without `_admitted`; None: nothing changed."""
-        self._admitted: tuple[_New, ...] = ()
-        self._trial: tuple[LoadAhead, _New, LoadAhead] | None = None
-        """The latest question: the load before, the request, and the load with it."""
+        self._admitted: tuple[_Kv, ...] = ()
 
     def fork(self) -> KvForecast:
         return copy.copy(self)
@@ -109,62 +112,53 @@ class KvForecast:
         """True if there is memory for a waiting request and `spare` more KV tokens."""
         if not self._running.num + self._num_admitted and not spare:
             return True
-        new = self._new(request, match)
-        most = (self._most or self._running.most).with_one(new.held, new.ends).most
+        most = (self._most or self._running.most).with_one(*self._new(request, match)).most
         if most + self._running.shared <= self._view.kv.total - spare:
             return True
-        return self._beyond(new) <= -spare
+        return self.shortfall(request, match) <= -spare
 
     def shortfall(self, request: Request, match: Match) -> int:
-        """KV tokens missing to admit a waiting request; <= 0 when it fits."""
-        return self._beyond(self._new(request, match))
+        """KV tokens missing to admit a waiting request; <= 0 when it fits: by which the peak until
+        it ends would be above the memory."""
+        new = self._new(request, match)
+        load = self._running.changed(self._ahead(), new, more=True)
+        peak = load.peak(_DEVIATIONS[request.request_class], until=max(new.ends[-1], 1))
+        return math.ceil(peak) + self._running.shared - self._view.kv.total
 
     def add(self, request: Request, match: Match) -> None:
         """A waiting request is admitted, or its memory is set aside until it can be."""
         new = self._new(request, match)
         self._num_admitted += 1
-        self._most = (self._most or self._running.most).with_one(new.held, new.ends)
-        trial = self._trial
-        if trial is not None and trial[1] == new and trial[0] is self._load and not self._admitted:
-            self._load = trial[2]
-        else:
-            self._admitted += (new,)
+        self._most = (self._most or self._running.most).with_one(*new)
+        self._admitted += (new,)
 
     def drop(self, request: Request, num_left: int) -> None:
         """A running request or an unfinished prefill is preempted. num_left: tokens of its prompt
         that are not computed yet."""
-        held = self._view.preemption_gain(request) + num_left
-        self._load = self._ahead().without(held, _ends(self._view, request))
+        one = _under_way(self._view, request, num_left)
+        self._load = self._running.changed(self._ahead(), one, more=False)
         self._num_admitted -= 1
-
-    def _beyond(self, new: _New) -> int:
-        """KV tokens by which the peak until a waiting request ends would be above the memory."""
-        load = self._with(new)
-        deviations = _DEVIATIONS[new.request.request_class]
-        peak = load.peak(deviations, until=max(new.ends[-1], 1))
-        return math.ceil(peak) + self._running.shared - self._view.kv.total
 
     def _ahead(self) -> LoadAhead:
         """Of all running and admitted requests."""
         load = self._load or self._running.load
         for new in self._admitted:
-            load = load.with_one(new.held, new.ends)
+            load = self._running.changed(load, new, more=True)
         self._load, self._admitted = load, ()
         return load
 
-    def _with(self, new: _New) -> LoadAhead:
-        """A waiting request beside them."""
-        ahead, trial = self._ahead(), self._trial
-        if trial is None or trial[:2] != (ahead, new):
-            trial = self._trial = ahead, new, ahead.with_one(new.held, new.ends)
-        return trial[2]
-
-    def _new(self, request: Request, match: Match) -> _New:
+    def _new(self, request: Request, match: Match) -> _Kv:
+        """A waiting request."""
         held = num_tokens_of(request) - match.cached + match.host + match.evictable
-        held += self._view.caps.page_size
-        return _New(request, match, held, _ends(self._view, request))
+        return _kv_of(self._view, request, held + self._view.caps.page_size)
 
 
-def _ends(view: View, request: Request) -> list[int]:
+def _under_way(view: View, request: Request, num_left: int) -> _Kv:
+    """A running request, or an unfinished prefill with `num_left` tokens to compute."""
+    return _kv_of(view, request, view.preemption_gain(request) + num_left)
+
+
+def _kv_of(view: View, request: Request, held: int) -> _Kv:
+    num_rows = request.traits.num_rows
     left = view.length(request).ends_left(request.num_output_tokens)
-    return [n * request.traits.num_rows for n in left]
+    return _Kv(held, left if num_rows == 1 else tuple(n * num_rows for n in left))

@@ -13,11 +13,10 @@ may take, and calls `two_phases` with the steps in which it differs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
-from operator import attrgetter
+from itertools import chain, islice
 
 from cosched.core.plan import SkipReason
 from cosched.core.request import Request, RequestClass, num_tokens_of
@@ -28,20 +27,15 @@ from cosched.schedule.following import LEAST_SHARED, UnderWay, follow, without_o
 from cosched.schedule.preemption import should_finish
 
 
-def youngest_first(builder: PlanBuilder) -> list[Request]:
+def youngest_first(builder: PlanBuilder) -> Iterator[Request]:
     """Offline requests that may be preempted: unfinished prefills, then the youngest. Those that
-    had better finish (`should_finish`) come last."""
-    unfinished = [
-        r
-        for r in builder.unfinished()
-        if r.request_class is RequestClass.OFFLINE and r.traits.can_preempt
-    ]
-    running = builder.running_of(RequestClass.OFFLINE).requests
-    victims = [r for r in running if r.traits.can_preempt]
-    victims.sort(key=_arrival_seq, reverse=True)
+    had better finish (`should_finish`) come last. What is preempted meanwhile changes nothing."""
+    unfinished = [r for r in builder.unfinished() if r.request_class is RequestClass.OFFLINE]
+    running = builder.running_of(RequestClass.OFFLINE)
+    victims = [running.requests[place] for place in reversed(oldest_first(running))]
     if builder.view.states is not None:
         victims.sort(key=partial(should_finish, builder.view))
-    return unfinished + victims
+    return (r for r in (*unfinished, *victims) if r.traits.can_preempt)
 
 
 def admit_in_order(
@@ -73,12 +67,8 @@ def admit_in_order(
         follow(order, request, match.cached)
 
 
-_arrival_seq = attrgetter("arrival_seq")
-
-
 def oldest_first(decodes: Decodes) -> list[int]:
-    arrivals = [*map(_arrival_seq, decodes.requests)]
-    return sorted(range(len(arrivals)), key=arrivals.__getitem__)
+    return sorted(range(len(decodes.arrivals)), key=decodes.arrivals.__getitem__)
 
 
 def shortest_first(decodes: Decodes) -> list[int]:
@@ -96,17 +86,17 @@ class Steps:
     """
 
     admit: Callable[[PlanBuilder, Pace, OfflineOrder], None] = admit_in_order
-    victims: Callable[[PlanBuilder], list[Request]] = youngest_first
+    victims: Callable[[PlanBuilder], Iterable[Request]] = youngest_first
     decode_order: Callable[[Decodes], Sequence[int]] = oldest_first
 
 
 _DEFAULT = Steps()
 
 
-def victims_for(builder: PlanBuilder, *, steps: Steps, tier: int) -> list[Request]:
+def victims_for(builder: PlanBuilder, *, steps: Steps, tier: int) -> Iterator[Request]:
     """Requests to preempt for an online one of this tier, in order: offline ones, then online ones
-    of lower tiers."""
-    return [*steps.victims(builder), *builder.below(tier)]
+    of lower tiers. Few are looked at: hundreds may run."""
+    return chain(steps.victims(builder), builder.below(tier))
 
 
 def two_phases(
@@ -143,7 +133,7 @@ def preempt_beyond_limit(builder: PlanBuilder, steps: Steps) -> None:
     limits = builder.view.offline_limits
     if limits.stop_running and limits.most_running is not None:
         num_beyond = num_offline_running(builder) - limits.most_running
-        for victim in steps.victims(builder)[: max(num_beyond, 0)]:
+        for victim in islice(steps.victims(builder), max(num_beyond, 0)):
             builder.preempt(victim)
 
 
@@ -153,7 +143,7 @@ def make_room_for_decodes(builder: PlanBuilder, steps: Steps) -> None:
     if builder.ledger.decodes_fit():
         return
     highest = min((request.tier for request in builder.online.requests), default=0)
-    victims = victims_for(builder, steps=steps, tier=highest)
+    victims = [*victims_for(builder, steps=steps, tier=highest)]
     unfinished = [r for r in builder.unfinished() if r.traits.can_preempt and r not in victims]
     for victim in (*victims, *unfinished):
         builder.preempt(victim)

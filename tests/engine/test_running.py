@@ -47,6 +47,7 @@ class Request:
         self.finished_reason = None
         self.req_row = row
         self.row = None
+        self.arrival_seq = row
         self.rid = f"{node}{row}"
         self.max_new_tokens = most
         self.traits = PLAIN if rows == 1 else Traits(num_rows=rows)
@@ -113,8 +114,8 @@ def test_what_a_plan_reads_of_them():
     b.promised, b.is_hosted = 6, False
     running = engine.running([a, b, c])
     assert [*running.everyone] == [a, b, c]
-    assert running.by_class[RequestClass.ONLINE] == ([a], [95])
-    assert running.by_class[RequestClass.OFFLINE] == ([b, c], [96, 90])
+    assert running.by_class[RequestClass.ONLINE] == ([a], [95], [3])
+    assert running.by_class[RequestClass.OFFLINE] == ([b, c], [96, 90], [1, 2])
     assert running.own() == {RequestClass.ONLINE: 7, RequestClass.OFFLINE: 17}
     assert running.progress == ([5, 6, 0], [None, 6, None])
     assert [part.tolist() for part in running.to_come()] == [[95, 400], []]

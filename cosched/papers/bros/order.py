@@ -73,7 +73,7 @@ class OnlineOrder:
         group = self._budgets.token_group
         default_s = _target(None, self._slo.tpot_s)
         entries: list[Entry] = []
-        requests, contexts = builder.running_of(RequestClass.ONLINE)
+        requests, contexts, _ = builder.running_of(RequestClass.ONLINE)
         for request, context in zip(requests, contexts, strict=True):
             own_s = request.slo.tpot_s
             tpot_s = default_s if own_s is None else own_s

@@ -62,7 +62,7 @@ def best_batch(
 
 def _least_loss_first(builder: PlanBuilder) -> list[Request]:
     """Of the `_VICTIMS` youngest first the one that loses least by recomputing."""
-    victims = youngest_first(builder)
+    victims = [*youngest_first(builder)]
     num_unfinished = sum(1 for victim in victims if victim in builder.view.unfinished)
     end = num_unfinished + _VICTIMS
     few = victims[num_unfinished:end]
