@@ -143,6 +143,21 @@ def test_a_length_is_looked_at_when_it_is_due_and_is_no_more_than_the_limit():
     assert lengths.num_looks == 2
 
 
+def test_of_many_lengths_that_are_due_at_once_few_are_estimated_with_each_result():
+    lengths = Lengths()
+    engine, requests = Engine(lengths=lengths), [Request("a", row=row) for row in range(40)]
+    engine.outlook(requests)
+    looks = []
+    for tokens in (15, 1, 1, 1, 1, 12, 1):
+        before = lengths.num_looks
+        engine.decode(requests, tokens)
+        looks.append(lengths.num_looks - before)
+        before = lengths.num_looks
+        engine.outlook(requests)
+        assert lengths.num_looks == before
+    assert looks == [0, 16, 16, 8, 0, 0, 16], "the second time they are due one after the other"
+
+
 @pytest.mark.parametrize("knows", [True, False])
 def test_another_one_in_a_row_is_looked_at(knows):
     """Whether or not anybody said that the one before it has left."""

@@ -9,8 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cosched.core.estimates import LengthEstimate
+from cosched.schedule import forecast
+from cosched.schedule.base import UNLIMITED
 from cosched.schedule.builder import PlanBuilder
 from cosched.schedule.forecast import KvForecast
+from cosched.schedule.phases import two_phases
 from cosched.schedule.validate import validate
 from tests.factories import FakeView, decoding, make_caps, offline, online, prefilled
 
@@ -139,3 +142,26 @@ def test_an_online_request_that_would_be_late_is_admitted_where_offline_work_lea
         for make in (online, offline)
     ]
     assert least[0] < least[1]
+
+
+def test_a_preemption_reads_the_running_requests_once(monkeypatch):
+    """For the trial and for the plan."""
+    num_made = 0
+
+    class Counted(forecast.LoadAhead):
+        def __init__(self, *args, **fields):
+            nonlocal num_made
+            num_made += 1
+            super().__init__(*args, **fields)
+
+    monkeypatch.setattr(forecast, "LoadAhead", Counted)
+    view = FakeView(
+        caps=make_caps(promises=True, max_running_requests=4),
+        running=tuple(decoding(offline(f"r{i}", 50)) for i in range(4)),
+        online=[online("w", 50)],
+    )
+    builder = PlanBuilder(view, forecast=KvForecast(view))
+    two_phases(builder, UNLIMITED)
+    plan = builder.build()
+    assert (len(plan.preempt), [*plan.prefill]) == (1, ["w"])
+    assert num_made == 1
