@@ -13,9 +13,10 @@ Each prints a table and, as its last line, one JSON object.
     cosched profile slo --slo "p99_tbt<=40ms" --online demo-chat --offline demo-job \\
         --duration 60 --model-path MODEL -- [any SGLang flag]
 
-How long it takes: `measure --virtual` some 20 s, a live engine on two CPU cores some minutes (400
-batches, 3 times each); `slo` about eight simulations, each as long as `cosched simulate` takes, or
-as many servers that are started, warmed up and loaded for --duration.
+How long it takes: `measure --virtual` some 30 s, a live engine on two CPU cores some minutes (400
+batches, 3 times each between two that do not count); `slo` about eight simulations, each as long
+as `cosched simulate` takes, or as many servers that are started, warmed up and loaded for
+--duration.
 """
 
 from __future__ import annotations

@@ -121,22 +121,45 @@ def paced_s(builder: PlanBuilder, course: Course, most_s: float, *, cost: float)
     prompt = _next_prompt(builder)
     if prompt is None:
         return most_s
-    sizes = _sizes(predictor, totals, prompt, most_s)
+    sizes = sizes_up_to(predictor, totals, prompt, most_s)
     if not predictor.knows(_beside(BatchTotals(), sizes[-1][0], prompt)):
         return most_s
     num_probes, is_none = divmod(course.num_plans, _PROBE_EVERY)
     if not is_none:
         return min(most_s, sizes[num_probes * _PROBE_STEP % len(sizes)][1] * _ROUNDED_UP)
+    # What chat gets of each second is the same at any pace: faster decodes are fewer at once.
+    chat_per_s = len(builder.online.requests) / totals.num_decodes
+    chat_per_s /= builder.view.mean_iteration_s or most_s
+    gains = efficiencies(predictor, totals, prompt, sizes, chat_per_s=chat_per_s)
+    given = max(cost, _PRESSED) if course.is_pressed else cost
+    chosen_s = sizes[smallest(gains, given)][1]
+    return chosen_s * _ROUNDED_UP if chosen_s < _NOTICED * most_s else most_s
+
+
+def efficiencies(
+    predictor: Predictor,
+    totals: BatchTotals,
+    prompt: Prefill,
+    sizes: Sequence[tuple[int, float]],
+    *,
+    chat_per_s: float = 0.0,
+) -> list[float]:
+    """Of iterations with so many tokens of such prompts beside `totals`, that take so long [s]: the
+    worth of what they compute over their time, less that of chat.
+
+    chat_per_s  share of the decodes that is chat's, in each second
+    """
     price_s = _price_s(predictor, prompt)
     worth_s = price_s * totals.num_new + _worth_s(predictor, totals, price_s)
-    # What chat gets of each second is the same at any pace: faster decodes are fewer at once.
-    chat = worth_s * len(builder.online.requests) / totals.num_decodes
-    chat /= builder.view.mean_iteration_s or most_s
-    gains = [(worth_s + price_s * num_new) / seconds - chat for num_new, seconds in sizes]
+    chat = worth_s * chat_per_s
+    return [(worth_s + price_s * num_new) / seconds - chat for num_new, seconds in sizes]
+
+
+def smallest(gains: Sequence[float], cost: float) -> int:
+    """The place of the first that loses at most this share of the best."""
     best = max(gains)
-    least = best - abs(best) * (max(cost, _PRESSED) if course.is_pressed else cost)
-    chosen_s = next(s for (_, s), gain in zip(sizes, gains, strict=True) if gain >= least)
-    return chosen_s * _ROUNDED_UP if chosen_s < _NOTICED * most_s else most_s
+    least = best - abs(best) * cost
+    return next(place for place, gain in enumerate(gains) if gain >= least)
 
 
 def _next_prompt(builder: PlanBuilder) -> Prefill | None:
@@ -154,7 +177,7 @@ def _next_prompt(builder: PlanBuilder) -> Prefill | None:
     return None
 
 
-def _sizes(
+def sizes_up_to(
     predictor: Predictor, totals: BatchTotals, prompt: Prefill, most_s: float
 ) -> Sequence[tuple[int, float]]:
     """Prompt tokens and predicted time of each size up to `most_s`, one at least."""
