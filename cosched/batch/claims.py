@@ -1,8 +1,8 @@
 """How many lines of which batches a server takes next.
 
 Free places go by `shares`: to keys and tenants by their weights, then to late batches, and equally
-to the others. Batches of a tenant keep in step: each takes the lines of its share from where the
-first of them is in prefix order.
+to the others. What the batches of a tenant get together they take document by document
+(`cosched.batch.documents`), so one with few lines on a document gets fewer places than its share.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from dataclasses import dataclass
 
 from cosched.batch.config import BatchesConfig
 from cosched.batch.data import Batch, Status
+from cosched.batch.documents import Claim, Part
 from cosched.batch.forecast import Demand, shares
-from cosched.batch.leases import Claim
 from cosched.batch.store import BatchStore
 from cosched.core.shares import Share
 
 _BEGUN_S = 3.0
 """In which a server takes no more than its part of a batch: the others look once in a step."""
 _MAX_AHEAD = 512
-_MOST_PEERS = 8
-"""Batches of a tenant that servers divide together: each costs a claim of another two queries."""
+_MOST_TOGETHER = 16
+"""Batches of a tenant in a claim: each costs it a few queries."""
 _SHARES_AHEAD = 4
 """On a shared store a server sets aside a quarter of its part of what is left: all end together."""
 
@@ -64,32 +64,22 @@ class Claims:
         """found: batches in progress, oldest first"""
         taken = self._store.num_taken()
         demands = [self._demand(batch, here, taken.get(batch.id, 0)) for batch in found]
-        num_free = self._config.high_watermark - here.num
-        limits = shares(demands, num_free=num_free)
+        limits = shares(demands, num_free=self._config.high_watermark - here.num)
         num_left = {batch.id: batch.num_left for batch in found}
-        leaders: dict[tuple[str, ...], str] = {}
-        tenants: dict[tuple[str, ...], list[str]] = {}
-        for one in demands:
-            tenants.setdefault(one.share.path, []).append(one.batch_id)
-        claims = []
+        tenants: dict[tuple[str, ...], list[Demand]] = {}
         for one in sorted(demands, key=lambda it: math.inf if it.due is None else it.due):
-            name = one.batch_id
-            if not (limits.get(name) or here.in_flight.get(name)):
-                continue
-            leader = leaders.setdefault(one.share.path, name)
-            if name in limits:
-                claims.append(
-                    Claim(
-                        batch_id=name,
-                        limit=limits[name],
-                        num_ahead=_num_ahead(num_left[name], here.num_servers),
-                        leader=leader,
-                        most_behind=self._config.high_watermark,
-                        peers=tuple(
-                            peer for peer in tenants[one.share.path][:_MOST_PEERS] if peer != name
-                        ),
-                    )
-                )
+            if limits.get(one.batch_id) or here.in_flight.get(one.batch_id):
+                tenants.setdefault(one.share.path, []).append(one)
+        claims = []
+        for mine in tenants.values():
+            for start in range(0, len(mine), _MOST_TOGETHER):
+                some = mine[start : start + _MOST_TOGETHER]
+                limit = sum(limits.get(one.batch_id, 0) for one in some)
+                left = sum(num_left[one.batch_id] for one in some)
+                if limit:
+                    parts = tuple(_part(one, here) for one in some)
+                    num_ahead = _num_ahead(left, here.num_servers)
+                    claims.append(Claim(parts=parts, limit=limit, num_ahead=num_ahead))
         return claims
 
     def _demand(self, batch: Batch, here: Here, num_taken: int) -> Demand:
@@ -106,6 +96,15 @@ class Claims:
             num_waiting=num_waiting,
             due=batch.expires_at if batch.id in here.late else None,
         )
+
+
+def _part(demand: Demand, here: Here) -> Part:
+    return Part(
+        batch_id=demand.batch_id,
+        most=max(demand.num_waiting, 0),
+        num_here=here.in_flight.get(demand.batch_id, 0),
+        due=math.inf if demand.due is None else demand.due,
+    )
 
 
 def _num_ahead(num_left: int, num_servers: int) -> int:

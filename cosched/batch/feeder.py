@@ -15,11 +15,14 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, BinaryIO
 
 from cosched.batch.claims import Claims, Here
 from cosched.batch.config import BatchesConfig
 from cosched.batch.data import WITH_LINES, Batch, Finished, Status
+from cosched.batch.documents import Claim
 from cosched.batch.errors import Redaction, StoreUnavailableError
 from cosched.batch.files import FileStore
 from cosched.batch.forecast import Forecast, Outlook, forecasts_of, outlooks_of
@@ -27,7 +30,6 @@ from cosched.batch.ingest import LineRules, ServedModels, ValidationTurns, valid
 from cosched.batch.jsonl.client import Client
 from cosched.batch.jsonl.lines import BadLine, RequestLine
 from cosched.batch.jsonl.records import Answer, Failure
-from cosched.batch.leases import Claim
 from cosched.batch.rate import Ended, Progress, Rate, RateMeter, past_rate
 from cosched.batch.storage import FailureLog, FilesUnavailableError
 from cosched.batch.store import BatchStore, records_of
@@ -351,19 +353,15 @@ class Feeder:
         await self._update_models()
         away: FilesUnavailableError | None = None
         for claim in claims:
-            batch = by_id[claim.batch_id]
             in_flight = [one for some in self._in_flight.values() for one in some.values()]
             max_bytes = _MAX_BYTES - sum(one.num_bytes for one in in_flight)
             if max_bytes <= 0:
                 return
-            try:
-                lines = await self._run("step", self._take, batch, claim, max_bytes)
-            except FilesUnavailableError as error:
-                away = error  # files of other batches may be copied here already
-                continue
+            lines, missing = await self._run("step", self._take, by_id, claim, max_bytes)
+            away = missing or away  # files of other batches may be copied here already
             num_waiting -= len(lines)
             self._num_behind = max(num_waiting, 0) // self.num_servers
-            for line in lines:
+            for batch, line in lines:
                 self._in_flight[batch.id][line.number] = _InFlight(
                     task=asyncio.create_task(self._answer(batch, line)),
                     num_bytes=len(line.body) if isinstance(line, RequestLine) else 0,
@@ -386,16 +384,30 @@ class Feeder:
         deadline_s = forecast.line_deadline_s(ahead, margin_s=self._config.late_margin_s)
         return min(max(deadline_s, _MIN_DEADLINE_S), left_s)
 
-    def _take(self, batch: Batch, claim: Claim, max_bytes: int) -> list[RequestLine | BadLine]:
-        """Take lines of a batch and read them. FilesUnavailableError; then none is taken."""
+    def _take(
+        self, batches: Mapping[str, Batch], claim: Claim, max_bytes: int
+    ) -> tuple[list[tuple[Batch, RequestLine | BadLine]], FilesUnavailableError | None]:
+        """Take lines and read them. None is taken of a batch whose file is unavailable now."""
+        away: FilesUnavailableError | None = None
+        contents: dict[str, BinaryIO | OSError] = {}
         with ExitStack() as stack:
-            content: BinaryIO | OSError
-            try:
-                content = stack.enter_context(self._files.open(batch.input_file_id))
-            except OSError as error:
-                content = error
+            for part in claim.parts:
+                name = part.batch_id
+                try:
+                    file = self._files.open(batches[name].input_file_id)
+                    contents[name] = stack.enter_context(file)
+                except FilesUnavailableError as error:
+                    away = error
+                except OSError as error:
+                    contents[name] = error
+            parts = tuple(part for part in claim.parts if part.batch_id in contents)
+            claim = replace(claim, parts=parts)
             taken = self._store.take(claim, max_bytes=max_bytes, server=self._name)
-            return self._rules.read(taken, content)
+            return [
+                (batches[name], line)
+                for name, some in groupby(taken, key=itemgetter(0))
+                for line in self._rules.read([line for _, line in some], contents[name])
+            ], away
 
     async def _answer(self, batch: Batch, line: RequestLine | BadLine) -> None:
         """Send a line, and pass its result to the writer."""

@@ -1,141 +1,97 @@
-"""Which waiting lines of a batch a server gets: in prefix order, in step with other batches."""
+"""Which waiting lines of batches a server gets, in a transaction of the store."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from itertools import pairwise, takewhile
 
 import sqlalchemy as sa
 
 from cosched.batch.data import Line, NewLine
 from cosched.batch.database import LineState, lines
+from cosched.batch.documents import MOST_ABOUT_ONE, TO_A_BORDER, Claim, Part, Queue, after, choose
 
 LEASED_STATES = (LineState.WAITING, LineState.TAKEN)
-_TO_A_BORDER = 32
-"""More lines among which a server's part of a batch ends where a document does: every document that
-is divided is computed twice."""
-_MOST_OF_PEER = 512
-"""Lines of another batch that are set aside with those of one: a prefix may have very many."""
+_MOST_LOOKUPS = 64
+"""Documents of a claim about which lines are looked for beyond the next ones of each batch."""
 _LATE_PART = 8
 """One in eight lines at a server may be far behind the others: a long reply."""
 _IN_ORDER = (lines.c.lease_owner, lines.c.prefix_key, lines.c.number)
 """The owner makes PostgreSQL read along the index, where it would sort all free lines."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
-    """Lines that a server wants of a batch.
-
-    num_ahead    lines beyond the limit that are set aside for its next claim
-    leader       the batch of the tenant, this one or another, with which it keeps in step: its
-                 lines come from where those of the leader are at this server, so that a document
-                 that both ask about is computed once; None: this one
-    most_behind  waiting lines by which its own place may be behind the leader's; with more it goes
-                 to that, and comes back to them last
-    peers        other batches of the tenant: where servers share the store, what this one takes of
-                 the prefix order it has of all of them
-    """
-
-    batch_id: str
-    limit: int
-    num_ahead: int = 0
-    leader: str | None = None
-    most_behind: int = 0
-    peers: tuple[str, ...] = ()
-
-
 class Leases:
-    """The lines of one batch in a transaction, for one server."""
+    """The lines of a tenant's batches in a transaction, for one server."""
 
-    def __init__(
-        self,
-        connection: sa.Connection,
-        seq: int,
-        *,
-        server: str,
-        leader: int,
-        peers: Sequence[int] = (),
-    ) -> None:
-        """seq, leader, peers: `batches.seq`"""
-        self._peers = peers
+    def __init__(self, connection: sa.Connection, seqs: Mapping[str, int], *, server: str) -> None:
+        """seqs: batch -> `batches.seq`, of those in progress"""
         self._connection = connection
-        self._seq = seq
+        self._seqs = seqs
         self._server = server
-        self._leader = leader
+        self._num_lookups = 0
 
-    def take(self, claim: Claim, *, max_bytes: int, may_steal: bool) -> list[Line]:
-        """In prefix order: first lines set aside for this server, then free ones, of which
-        `claim.num_ahead` more are set aside, so that one server takes lines with a common prefix.
+    def take(self, claim: Claim, *, max_bytes: int, may_steal: bool) -> list[tuple[str, Line]]:
+        """Batches and their lines in the order in which they are sent: in prefix order, first those
+        set aside for this server, then free ones, of which `claim.num_ahead` more are set aside.
         may_steal: if there are no others, the last of those set aside for other servers."""
-        owner = lines.c.lease_owner
-        found: list[NewLine] = []
-        num_more = claim.num_ahead + (_TO_A_BORDER if claim.num_ahead else 0)
-        for span in self._spans(claim.most_behind):
-            for of, more in ((owner == self._server, 0), (owner.is_(None), num_more)):
-                limit = claim.limit - len(found)
-                if limit > 0:
-                    found += self._waiting(sa.and_(of, span), limit=limit + more)
-        if not found and may_steal:
-            found = self._waiting(owner != self._server, limit=claim.limit, is_last=True)
-            found = found[_border(found, range(len(found) // 2 + 1)) :]
-        taken: list[Line] = []
-        num_bytes = 0
-        for line in found[: claim.limit]:
+        parts = [part for part in claim.parts if part.batch_id in self._seqs]
+        chosen = [
+            (queue.part.batch_id, line)
+            for queue, line in choose(claim, list(self._queues(claim, parts)))
+        ]
+        if not chosen and may_steal:
+            chosen = self._of_others(claim.limit, parts)
+        num_taken = num_bytes = 0
+        for _, line in chosen[: claim.limit]:
             num_bytes += line.num_bytes
-            if taken and num_bytes > max_bytes:
+            if num_taken and num_bytes > max_bytes:
                 break
-            taken.append(line)
-        end = len(taken)
-        if claim.num_ahead:
-            wanted = claim.limit + claim.num_ahead
-            least = min(claim.limit + claim.num_ahead // 2, len(found))
-            places = sorted(range(least, len(found) + 1), key=lambda place: abs(place - wanted))
-            end = max(end, _border(found, places))
-        for some, state in ((taken, LineState.TAKEN), (found[len(taken) : end], LineState.WAITING)):
-            numbers = [line.number for line in some]
-            mark(self._connection, self._seq, numbers, state, self._server)
-        if claim.num_ahead and end:
-            keys = [line.prefix_key for line in found[:end]]
-            turn = next((n for n in range(1, end) if keys[n] < keys[n - 1]), end)
-            self._set_aside_of_peers(keys[0], keys[turn - 1])  # without what was passed over
-        return taken
+            num_taken += 1
+        taken, rest = chosen[:num_taken], chosen[num_taken:] if claim.num_ahead else []
+        for some, state in ((taken, LineState.TAKEN), (rest, LineState.WAITING)):
+            for part in parts:
+                numbers = [line.number for name, line in some if name == part.batch_id]
+                mark(self._connection, self._seqs[part.batch_id], numbers, state, self._server)
+        return list(taken)
 
-    def _set_aside_of_peers(self, first: bytes, last: bytes) -> None:
-        for peer in self._peers:
-            numbers = self._connection.scalars(
-                sa.select(lines.c.number)
-                .where(
-                    lines.c.batch == peer,
-                    lines.c.state == LineState.WAITING,
-                    lines.c.lease_owner.is_(None),
-                    lines.c.prefix_key.between(first, last),
-                )
-                .order_by(*_IN_ORDER)
-                .limit(_MOST_OF_PEER)
-                .with_for_update(skip_locked=True)
-            ).all()
-            mark(self._connection, peer, numbers, LineState.WAITING, self._server)
+    def _queues(self, claim: Claim, parts: Sequence[Part]) -> Iterator[Queue]:
+        places = [self._place(self._seqs[part.batch_id]) for part in parts]
+        leader = next((place for place in places if place is not None), None)
+        most = claim.limit + claim.num_ahead + TO_A_BORDER
+        for part, own in zip(parts, places, strict=True):
+            yield self._queue(part, leader if own is None else own, most)
 
-    def _spans(self, most_behind: int) -> Sequence[sa.ColumnElement[bool]]:
-        """The parts of the prefix order from which lines are taken, one after the other: from the
-        leader's place on, or its own a little behind, and then what was passed over."""
-        first, own = self._first_of(self._leader), self._first_of(self._seq)
-        if first is None or (own is not None and self._is_close(own, first, most_behind)):
-            first = own
-        if first is None:
-            return [sa.true()]
-        return [lines.c.prefix_key >= first, lines.c.prefix_key < first]
+    def _queue(self, part: Part, place: bytes | None, most: int) -> Queue:
+        """From a place in prefix order on, and then what was passed over."""
+        seq, owner = self._seqs[part.batch_id], lines.c.lease_owner
+        key = lines.c.prefix_key
+        spans = [sa.true()] if place is None else [key >= place, key < place]
+        found: list[NewLine] = []
+        complete: tuple[bytes, bytes | None] = (b"" if place is None else place, None)
+        for span in spans:
+            for of in (owner == self._server, owner.is_(None)):
+                limit = most - len(found)
+                some = self._waiting(seq, sa.and_(of, span), limit=limit) if limit > 0 else []
+                found += some
+                if span is spans[0] and len(some) >= limit:
+                    last = some[-1].prefix_key if some else complete[0]
+                    complete = (complete[0], min(last, complete[1] or last))
+        if len(found) < most:
+            complete = (b"", None)
 
-    def _is_close(self, own: bytes, first: bytes, most_behind: int) -> bool:
-        """Whether few lines wait between its own place and the leader's behind it."""
-        between = (lines.c.prefix_key >= own, lines.c.prefix_key < first)
-        free = (lines.c.state == LineState.WAITING, lines.c.lease_owner.is_(None))
-        numbers = sa.select(lines.c.number).where(lines.c.batch == self._seq, *free, *between)
-        found = self._connection.execute(numbers.limit(most_behind + 1)).all()
-        return own < first and len(found) <= most_behind
+        def look_up(stem: bytes) -> Sequence[NewLine]:
+            self._num_lookups += 1
+            if self._num_lookups > _MOST_LOOKUPS:
+                return ()
+            end = after(stem)
+            mine = sa.or_(owner == self._server, owner.is_(None))
+            among = sa.and_(mine, key >= stem, sa.true() if end is None else key < end)
+            return self._waiting(seq, among, limit=MOST_ABOUT_ONE + 1)
 
-    def _first_of(self, seq: int) -> bytes | None:
+        return Queue(part, found, complete=complete, look_up=look_up)
+
+    def _place(self, seq: int) -> bytes | None:
         """About the first key of a batch's lines in flight at this server; None: there are none."""
         here = sa.and_(
             lines.c.batch == seq,
@@ -147,14 +103,29 @@ class Leases:
         keys = sa.select(lines.c.prefix_key).where(here).order_by(*_IN_ORDER)
         return self._connection.execute(keys.offset(num_late).limit(1)).scalar()
 
+    def _of_others(self, limit: int, parts: Sequence[Part]) -> list[tuple[str, NewLine]]:
+        """At least a half of the last lines that are set aside for other servers."""
+        found = [
+            (part.batch_id, line)
+            for part in parts
+            for line in self._waiting(
+                self._seqs[part.batch_id],
+                lines.c.lease_owner != self._server,
+                limit=min(limit, part.most),
+                is_last=True,
+            )
+        ]
+        found = sorted(found, key=lambda it: (it[1].prefix_key, it[1].number))[-limit:]
+        return found[_border([line for _, line in found], range(len(found) // 2 + 1)) :]
+
     def _waiting(
-        self, of: sa.ColumnElement[bool], *, limit: int, is_last: bool = False
+        self, seq: int, of: sa.ColumnElement[bool], *, limit: int, is_last: bool = False
     ) -> list[NewLine]:
         """The first waiting lines, or the last ones, in prefix order. Lines that another server is
         taking now are left out."""
         query = (
             sa.select(*(lines.c[field.name] for field in fields(NewLine)))
-            .where(lines.c.batch == self._seq, lines.c.state == LineState.WAITING, of)
+            .where(lines.c.batch == seq, lines.c.state == LineState.WAITING, of)
             .order_by(*([column.desc() for column in _IN_ORDER] if is_last else _IN_ORDER))
             .limit(limit)
             .with_for_update(skip_locked=True)

@@ -20,11 +20,12 @@ import sqlalchemy as sa
 from cosched.batch.config import NO_QUOTA, QuotaConfig
 from cosched.batch.data import OPEN, Batch, Fault, File, Finished, Line, NewBatch, NewLine, Status
 from cosched.batch.database import Database, LineState, batches, files, lines, results, servers
+from cosched.batch.documents import Claim
 from cosched.batch.errors import CLOSED, ApiError, not_found, unsent
 from cosched.batch.files import new_id
 from cosched.batch.jsonl.lines import RequestLine
 from cosched.batch.jsonl.records import RecordWriter
-from cosched.batch.leases import LEASED_STATES, Claim, Leases, mark, release
+from cosched.batch.leases import LEASED_STATES, Leases, mark, release
 from cosched.batch.quota import check_new_batch
 
 _NO_FILES: Mapping[bool, tuple[str, int]] = {}
@@ -225,16 +226,18 @@ class BatchStore:
                 connection.execute(lines.delete().where(lines.c.batch == row.seq))
                 self._move(connection, row, Status.FAILED, faults=list(map(asdict, faults)))
 
-    def take(self, claim: Claim, *, max_bytes: int, server: str) -> list[Line]:
-        """Lease waiting lines: at most `claim.limit`, and after the first at most `max_bytes`
-        together. None of a batch that is not in progress."""
+    def take(self, claim: Claim, *, max_bytes: int, server: str) -> list[tuple[str, Line]]:
+        """Lease waiting lines, each with its batch: at most `claim.limit`, and after the first at
+        most `max_bytes` together. None of a batch that is not in progress."""
         with self._database.write() as connection:
-            row = _row(connection, claim.batch_id)
-            if row.status != Status.IN_PROGRESS or not _is_alive(connection, server):
+            if not _is_alive(connection, server):
                 return []
-            leader = row if claim.leader is None else _row(connection, claim.leader)
-            peers = [_row(connection, name).seq for name in claim.peers]
-            found = Leases(connection, row.seq, server=server, leader=leader.seq, peers=peers)
+            names = [part.batch_id for part in claim.parts]
+            query = sa.select(batches.c.id, batches.c.seq).where(
+                batches.c.id.in_(names), batches.c.status == Status.IN_PROGRESS
+            )
+            seqs = {name: seq for name, seq in connection.execute(query)}
+            found = Leases(connection, seqs, server=server)
             return found.take(claim, max_bytes=max_bytes, may_steal=self._database.is_shared)
 
     def release(self, name: str, *, server: str) -> None:

@@ -15,7 +15,7 @@ import msgspec
 
 CHUNK_BYTES, MAX_CHUNKS = 256, 64
 """Of the prompt, in a prefix key: 16 KiB."""
-_CHUNK_DIGEST_BYTES = 4
+CHUNK_DIGEST_BYTES = 4
 
 LINES_AT_SERVER = 2048
 """Requests of a job in flight at one server. It chooses among these: with fewer a job ends later
@@ -49,7 +49,7 @@ def text_key(text: bytes) -> bytes:
     """A short key for a prompt: in the order of their keys, prompts with a common prefix are
     neighbours, as in a walk through their radix tree. Each chunk becomes four bytes."""
     return b"".join(
-        blake2b(text[start : start + CHUNK_BYTES], digest_size=_CHUNK_DIGEST_BYTES).digest()
+        blake2b(text[start : start + CHUNK_BYTES], digest_size=CHUNK_DIGEST_BYTES).digest()
         for start in range(0, min(len(text), CHUNK_BYTES * MAX_CHUNKS), CHUNK_BYTES)
     )
 

@@ -143,11 +143,11 @@ class FeederClient:
         names = [batch for batch, _ in self._in_flight.values()]
         here = Here(in_flight=Counter(names), num_servers=self._num_servers)
         for claim in self._claims.next(found, here):
-            lines = self._store.take(claim, max_bytes=_MAX_BYTES, server=self._server)
-            self._num_waiting -= len(lines)
-            requests = [self._lines[claim.batch_id][line.number] for line in lines]
-            for line, request in zip(lines, requests, strict=True):
-                self._in_flight[request.rid] = (claim.batch_id, line.number)
+            taken = self._store.take(claim, max_bytes=_MAX_BYTES, server=self._server)
+            self._num_waiting -= len(taken)
+            requests = [self._lines[name][line.number] for name, line in taken]
+            for (name, line), request in zip(taken, requests, strict=True):
+                self._in_flight[request.rid] = (name, line.number)
             for arrival in arrivals_of(requests, vocab_size=self._vocab_size):
                 yield replace(
                     arrival,
