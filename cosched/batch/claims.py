@@ -23,6 +23,14 @@ _BEGUN_S = 3.0
 _MAX_AHEAD = 512
 _MOST_TOGETHER = 16
 """Batches of a tenant in a claim: each costs it a few queries."""
+_HALF_LIFE, _PRIOR = 1024.0, 128.0
+"""Finished lines of all servers, by which the speed of one is known."""
+_PER_RUNNING = 1.25
+"""Lines at a server for each that it runs, so that it can choose and none of its slots is free."""
+_SPARE = 4
+"""Lines that a server may have beyond its part of the last ones."""
+_LEAST_PAGE, _PAGES_LEFT = 8, 2
+"""Lines that a server takes at a time where few are left, and in how many pages it takes its part."""
 _SHARES_AHEAD = 4
 """On a shared store a server sets aside a quarter of its part of what is left: all end together."""
 
@@ -31,12 +39,16 @@ _SHARES_AHEAD = 4
 class Here:
     """The lines at the scheduler of one server.
 
-    in_flight    batch -> their number
-    num_servers  live servers that share the store
-    late         batches that go before others of their tenant
+    in_flight     batch -> their number
+    num_finished  lines that have a result, since the start of the server
+    num_running   requests that have begun, of lines and others; None: not known
+    num_servers   live servers that share the store
+    late          batches that go before others of their tenant
     """
 
     in_flight: Mapping[str, int]
+    num_finished: int = 0
+    num_running: int | None = None
     num_servers: int = 1
     late: Container[str] = ()
 
@@ -46,7 +58,7 @@ class Here:
 
 
 class Claims:
-    """Of one server. Reads the store only, so any thread may ask."""
+    """Of one server. Reads the store only; `next` is for one thread at a time."""
 
     def __init__(
         self, store: BatchStore, config: BatchesConfig, share: Callable[[str, str], Share]
@@ -55,16 +67,20 @@ class Claims:
         self._store = store
         self._config = config
         self._share = share
+        self._speed = _Speed()
+        self._most = config.high_watermark
+        self._page = config.high_watermark - config.low_watermark
 
     def are_due(self, num_in_flight: int) -> bool:
         """Whether so few lines are at the scheduler that more are taken: a page at a time."""
-        return num_in_flight <= self._config.low_watermark
+        return num_in_flight <= max(self._most - self._page, 0)
 
     def next(self, found: Sequence[Batch], here: Here) -> list[Claim]:
         """found: batches in progress, oldest first"""
         taken = self._store.num_taken()
         demands = [self._demand(batch, here, taken.get(batch.id, 0)) for batch in found]
-        limits = shares(demands, num_free=self._config.high_watermark - here.num)
+        self._divide(found, here, num_taken=sum(taken.values()))
+        limits = shares(demands, num_free=self._most - here.num)
         num_left = {batch.id: batch.num_left for batch in found}
         tenants: dict[tuple[str, ...], list[Demand]] = {}
         for one in sorted(demands, key=lambda it: math.inf if it.due is None else it.due):
@@ -82,6 +98,27 @@ class Claims:
                     claims.append(Claim(parts=parts, limit=limit, num_ahead=num_ahead))
         return claims
 
+    def _divide(self, found: Sequence[Batch], here: Here, *, num_taken: int) -> None:
+        """How many lines this server may have, and how many it takes at a time.
+
+        Where servers share the last lines, each has as many as it can answer until the others are
+        done too, and takes few at a time: all end together.
+        """
+        self._speed.look(found, here.num_finished)
+        config = self._config
+        self._most = config.high_watermark
+        self._page = config.high_watermark - config.low_watermark
+        if here.num_servers > 1:
+            num_left = sum(batch.num_left for batch in found)
+            part = math.ceil(num_left * self._speed.part(here.num_servers))
+            if here.num_running is not None and here.num_running < here.num:
+                # Of the others some wait in the store, where any server finds them.
+                needed = math.ceil(_PER_RUNNING * here.num_running)
+                part = max(part // _PAGES_LEFT, min(needed, part))
+            self._most = min(part + _SPARE, self._most)
+            page = (num_left - num_taken) // (_PAGES_LEFT * here.num_servers)
+            self._page = min(max(page, _LEAST_PAGE), self._page)
+
     def _demand(self, batch: Batch, here: Here, num_taken: int) -> Demand:
         num_here = here.in_flight.get(batch.id, 0)
         num_in_flight = max(num_here, num_taken)
@@ -96,6 +133,29 @@ class Claims:
             num_waiting=num_waiting,
             due=batch.expires_at if batch.id in here.late else None,
         )
+
+
+class _Speed:
+    """Which part of the latest lines of all servers this one has finished."""
+
+    def __init__(self) -> None:
+        self._done: dict[str, int] = {}
+        """Batch in progress -> its lines with a result."""
+        self._num_here = 0
+        self._here = self._all = 0.0
+        """Finished lines, of which earlier ones weigh less."""
+
+    def look(self, found: Sequence[Batch], num_here: int) -> None:
+        done = {batch.id: batch.total - batch.num_left for batch in found}
+        more = sum(max(num - self._done.get(name, num), 0) for name, num in done.items())
+        here, self._num_here, self._done = num_here - self._num_here, num_here, done
+        kept = 0.5 ** (max(more, here) / _HALF_LIFE)
+        self._here = self._here * kept + here
+        self._all = self._all * kept + max(more, here)
+
+    def part(self, num_servers: int) -> float:
+        """Until it is known, all are as fast."""
+        return (self._here + _PRIOR / num_servers) / (self._all + _PRIOR)
 
 
 def _part(demand: Demand, here: Here) -> Part:

@@ -342,8 +342,11 @@ class Feeder:
         found = [batch for batch in found if self._keys.may_have_batches(batch.owner)]
         if not found or not self._claims.are_due(self.num_in_flight):
             return
+        progress = self._meter.progress
         here = Here(
             in_flight={name: len(some) for name, some in self._in_flight.items()},
+            num_finished=self.finished["answered"] + self.finished["failed"],
+            num_running=len(progress.running) if progress.num_iterations else None,
             num_servers=self.num_servers,
             late={batch.id for batch in found if self._is_late(batch)},
         )

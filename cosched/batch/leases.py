@@ -35,6 +35,7 @@ class Leases:
         """Batches and their lines in the order in which they are sent: in prefix order, first those
         set aside for this server, then free ones, of which `claim.num_ahead` more are set aside.
         may_steal: if there are no others, the last of those set aside for other servers."""
+        num_ahead = claim.num_ahead
         parts = [part for part in claim.parts if part.batch_id in self._seqs]
         chosen = [
             (queue.part.batch_id, line)
@@ -42,13 +43,14 @@ class Leases:
         ]
         if not chosen and may_steal:
             chosen = self._of_others(claim.limit, parts)
+            num_ahead = len(chosen)
         num_taken = num_bytes = 0
         for _, line in chosen[: claim.limit]:
             num_bytes += line.num_bytes
             if num_taken and num_bytes > max_bytes:
                 break
             num_taken += 1
-        taken, rest = chosen[:num_taken], chosen[num_taken:] if claim.num_ahead else []
+        taken, rest = chosen[:num_taken], chosen[num_taken:] if num_ahead else []
         for some, state in ((taken, LineState.TAKEN), (rest, LineState.WAITING)):
             for part in parts:
                 numbers = [line.number for name, line in some if name == part.batch_id]
@@ -104,19 +106,21 @@ class Leases:
         return self._connection.execute(keys.offset(num_late).limit(1)).scalar()
 
     def _of_others(self, limit: int, parts: Sequence[Part]) -> list[tuple[str, NewLine]]:
-        """At least a half of the last lines that are set aside for other servers."""
+        """The last lines that are set aside for other servers: whole documents, so a few more."""
         found = [
             (part.batch_id, line)
             for part in parts
             for line in self._waiting(
                 self._seqs[part.batch_id],
                 lines.c.lease_owner != self._server,
-                limit=min(limit, part.most),
+                limit=min(limit + TO_A_BORDER, part.most),
                 is_last=True,
             )
         ]
-        found = sorted(found, key=lambda it: (it[1].prefix_key, it[1].number))[-limit:]
-        return found[_border([line for _, line in found], range(len(found) // 2 + 1)) :]
+        found = sorted(found, key=lambda it: (it[1].prefix_key, it[1].number))
+        found = found[-limit - TO_A_BORDER :]
+        places = sorted(range(len(found)), key=lambda place: abs(len(found) - limit - place))
+        return found[_border([line for _, line in found], places) :] if found else []
 
     def _waiting(
         self, seq: int, of: sa.ColumnElement[bool], *, limit: int, is_last: bool = False

@@ -8,7 +8,7 @@ batch is late and no line has a deadline.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -87,7 +87,9 @@ class FeederClient:
         self._in_flight: dict[str, tuple[str, int]] = {}
         """rid -> (batch, number of its line)"""
         self._finished: list[Finished] = []
-        self._num_waiting = 0
+        self._num_waiting = self._num_finished = 0
+        self.num_running: Callable[[], int | None] = lambda: None
+        """Offline requests that have begun, if the engine says it."""
 
     def _share(self, owner: str, tenant: str) -> Share:
         return share_of(share_path(tenant), self._config.tenant_weights)
@@ -136,12 +138,20 @@ class FeederClient:
         self._lines[name] = job.requests
         self._num_waiting += len(lines)
 
-    def _refill(self) -> Iterator[Arrival]:
-        self._store.finish(self._finished)
+    def _flush(self) -> None:
+        self._num_finished += self._store.finish(self._finished)
         self._finished.clear()
+
+    def _refill(self) -> Iterator[Arrival]:
+        self._flush()
         found = [one for one in self._store.open() if one.status is Status.IN_PROGRESS]
         names = [batch for batch, _ in self._in_flight.values()]
-        here = Here(in_flight=Counter(names), num_servers=self._num_servers)
+        here = Here(
+            in_flight=Counter(names),
+            num_finished=self._num_finished,
+            num_running=self.num_running(),
+            num_servers=self._num_servers,
+        )
         for claim in self._claims.next(found, here):
             taken = self._store.take(claim, max_bytes=_MAX_BYTES, server=self._server)
             self._num_waiting -= len(taken)

@@ -29,6 +29,7 @@ from cosched.lab.metrics.summary import Summary, summarize
 from cosched.lab.simulation.arrivals import Source
 from cosched.lab.simulation.clients import online_client
 from cosched.lab.simulation.drafts import Acceptance
+from cosched.lab.simulation.feeder_client import FeederClient
 from cosched.lab.simulation.host_time import host_time
 from cosched.lab.simulation.machine import Machine
 from cosched.lab.simulation.ranks import forked
@@ -264,7 +265,10 @@ def execute_requests(
         stack.enter_context(engine)
         sources: list[Source] = [online_client(online)]
         if offline:
-            sources.append(offline_client(spec, offline))
+            client = offline_client(spec, offline)
+            if isinstance(client, FeederClient):
+                client.num_running = lambda: _num_running(engine)
+            sources.append(client)
         num_offline = len(offline)
         has_given_up = _giving_up(spec, engine)
         reports = None if ranks.rank else on_progress
@@ -303,6 +307,14 @@ def execute_requests(
             cosched=controller.state().to_dict() if controller is not None else None,
             gave_up=gave_up,
         )
+
+
+def _num_running(engine: VirtualEngine) -> int | None:
+    """Offline requests that have begun; None: the scheduler is not ours."""
+    from cosched.engine.state import offline_progress
+
+    controller = getattr(engine.scheduler, "cosched", None)
+    return None if controller is None else len(offline_progress(controller).begun)
 
 
 def _giving_up(spec: RunSpec, engine: VirtualEngine) -> Callable[[], bool]:
