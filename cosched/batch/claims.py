@@ -23,14 +23,14 @@ _BEGUN_S = 3.0
 _MAX_AHEAD = 512
 _MOST_TOGETHER = 16
 """Batches of a tenant in a claim: each costs it a few queries."""
-_HALF_LIFE, _PRIOR = 1024.0, 128.0
+_HALF_LIFE, _PRIOR = 1024.0, 32.0
 """Finished lines of all servers, by which the speed of one is known."""
 _PER_RUNNING = 1.25
 """Lines at a server for each that it runs, so that it can choose and none of its slots is free."""
 _SPARE = 4
 """Lines that a server may have beyond its part of the last ones."""
 _LEAST_PAGE, _PAGES_LEFT = 8, 2
-"""Lines that a server takes at a time where few are left, and in how many pages it takes its part."""
+"""Least lines that a server takes at a time near the end, and pages in which it takes its part."""
 _SHARES_AHEAD = 4
 """On a shared store a server sets aside a quarter of its part of what is left: all end together."""
 

@@ -13,12 +13,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cosched.batch.data import NewLine
-from cosched.batch.jsonl.prefix_order import CHUNK_DIGEST_BYTES
+from cosched.batch.jsonl.prefix_order import CHUNK_DIGEST_BYTES, MAX_CHUNKS
 
 TO_A_BORDER = 32
 """More lines among which a server's part ends where a document does."""
 MOST_ABOUT_ONE = 256
 """A prefix that more lines share stays in the cache anyway: it keeps no batches together."""
+_LAST = b"\xff" * (CHUNK_DIGEST_BYTES * MAX_CHUNKS + 1)
+"""After all prefix keys."""
 _STEMS = (0.5, 0.75, 1.0)
 """What lines about one document share of the key of one: the first of these that so few share."""
 
@@ -42,7 +44,7 @@ class Part:
 class Claim:
     """Lines that a server wants of batches of a tenant.
 
-    parts      the batches; one with no lines at this server begins where the first that has some is
+    parts      the batches
     limit      lines in all
     num_ahead  lines beyond the limit that are set aside for its next claim
     """
@@ -93,11 +95,13 @@ class Queue:
     def about(self, stem: bytes) -> list[NewLine]:
         """The lines whose keys begin like this, as many as may be taken."""
         start, end = self._complete
-        if not (start <= stem and (end is None or (after(stem) or b"\xff" * 512) <= end)):
+        if not (start <= stem and (end is None or (after(stem) or _LAST) <= end)):
             self._add(self._look_up(stem))
-        found = []
-        for key, number, line in self._by_key[bisect_left(self._by_key, (stem,)) :]:
-            if not key.startswith(stem) or len(self._chosen) + len(found) >= self.part.most:
+        room = self.part.most - len(self._chosen)
+        found: list[NewLine] = []
+        for place in range(bisect_left(self._by_key, (stem,)), len(self._by_key)):
+            key, number, line = self._by_key[place]
+            if len(found) >= room or not key.startswith(stem):
                 break
             if number not in self._chosen:
                 found.append(line)
@@ -117,16 +121,30 @@ def after(stem: bytes) -> bytes | None:
     return begun[:-1] + bytes([begun[-1] + 1]) if begun else None
 
 
-def choose(claim: Claim, queues: Sequence[Queue]) -> list[tuple[Queue, NewLine]]:
-    """Lines to take and then to set aside; what is set aside ends between documents."""
+def choose(
+    claim: Claim, queues: Sequence[Queue], *, begun: Sequence[bytes] = ()
+) -> list[tuple[Queue, NewLine]]:
+    """Lines to take and then to set aside; what is set aside ends between documents.
+
+    begun: prefix keys of lines in flight at this server. First come the others about their
+    documents; then each batch chooses one of its own when it has the fewest lines in flight.
+    """
     wanted = claim.limit + claim.num_ahead
     enough = claim.limit + claim.num_ahead // 2
     chosen: list[tuple[Queue, NewLine]] = []
+    keys = iter(dict.fromkeys(begun))
     while len(chosen) < wanted:
-        having = [queue for queue in queues if queue.next is not None]
-        if not having:
-            break
-        document = _document(min(having, key=lambda queue: queue.order), queues)
+        document: list[tuple[Queue, NewLine]] = []
+        if (key := next(keys, None)) is not None:
+            document = _document(key, queues)
+        else:
+            having = [queue for queue in queues if queue.next is not None]
+            if not having:
+                break
+            queue = min(having, key=lambda queue: queue.order)
+            assert queue.next is not None
+            document = _document(queue.next.prefix_key, queues, last=queue)
+            document = document or [(queue, queue.next)]
         if claim.num_ahead and len(chosen) + len(document) > wanted + TO_A_BORDER:
             if len(chosen) >= enough:
                 break
@@ -134,20 +152,20 @@ def choose(claim: Claim, queues: Sequence[Queue]) -> list[tuple[Queue, NewLine]]
         for queue, line in document:
             queue.choose(line)
         chosen += document
-    return chosen
+    return chosen if claim.num_ahead else chosen[: claim.limit]
 
 
-def _document(queue: Queue, queues: Sequence[Queue]) -> list[tuple[Queue, NewLine]]:
-    """Lines of all batches about the document of the next line of one of them, whose own come last:
-    where there is no room for all, it goes on with the document."""
-    line = queue.next
-    assert line is not None
-    num_chunks = math.ceil(len(line.prefix_key) / CHUNK_DIGEST_BYTES)
+def _document(
+    key: bytes, queues: Sequence[Queue], *, last: Queue | None = None
+) -> list[tuple[Queue, NewLine]]:
+    """The lines of all batches about the document with which a prompt begins; none if very many
+    are. Those of one batch come last: if there is no room for all, it goes on with the document."""
+    num_chunks = math.ceil(len(key) / CHUNK_DIGEST_BYTES)
     for part in _STEMS:
-        stem = line.prefix_key[: math.ceil(num_chunks * part) * CHUNK_DIGEST_BYTES]
+        stem = key[: math.ceil(num_chunks * part) * CHUNK_DIGEST_BYTES]
         if not stem:
             break
         found = [(of, one) for of in queues for one in of.about(stem)]
         if len(found) <= MOST_ABOUT_ONE:
-            return sorted(found, key=lambda it: (it[0] is queue, it[1].prefix_key, it[1].number))
-    return [(queue, line)]
+            return sorted(found, key=lambda it: (it[0] is last, it[1].prefix_key, it[1].number))
+    return []

@@ -37,10 +37,10 @@ class Leases:
         may_steal: if there are no others, the last of those set aside for other servers."""
         num_ahead = claim.num_ahead
         parts = [part for part in claim.parts if part.batch_id in self._seqs]
-        chosen = [
-            (queue.part.batch_id, line)
-            for queue, line in choose(claim, list(self._queues(claim, parts)))
-        ]
+        begun = self._begun()
+        queues = list(self._queues(claim, parts, begun[0] if begun else None))
+        found = choose(claim, queues, begun=begun)
+        chosen = [(queue.part.batch_id, line) for queue, line in found]
         if not chosen and may_steal:
             chosen = self._of_others(claim.limit, parts)
             num_ahead = len(chosen)
@@ -57,12 +57,10 @@ class Leases:
                 mark(self._connection, self._seqs[part.batch_id], numbers, state, self._server)
         return list(taken)
 
-    def _queues(self, claim: Claim, parts: Sequence[Part]) -> Iterator[Queue]:
-        places = [self._place(self._seqs[part.batch_id]) for part in parts]
-        leader = next((place for place in places if place is not None), None)
+    def _queues(self, claim: Claim, parts: Sequence[Part], place: bytes | None) -> Iterator[Queue]:
         most = claim.limit + claim.num_ahead + TO_A_BORDER
-        for part, own in zip(parts, places, strict=True):
-            yield self._queue(part, leader if own is None else own, most)
+        for part in parts:
+            yield self._queue(part, place, most)
 
     def _queue(self, part: Part, place: bytes | None, most: int) -> Queue:
         """From a place in prefix order on, and then what was passed over."""
@@ -93,17 +91,15 @@ class Leases:
 
         return Queue(part, found, complete=complete, look_up=look_up)
 
-    def _place(self, seq: int) -> bytes | None:
-        """About the first key of a batch's lines in flight at this server; None: there are none."""
-        here = sa.and_(
-            lines.c.batch == seq,
+    def _begun(self) -> Sequence[bytes]:
+        """The keys of the lines in flight at this server in order, without about the first ones."""
+        here = sa.select(lines.c.prefix_key).where(
+            lines.c.batch.in_(list(self._seqs.values())),
             lines.c.state == LineState.TAKEN,
             lines.c.lease_owner == self._server,
         )
-        count = sa.select(sa.func.count()).select_from(lines).where(here)
-        num_late = self._connection.execute(count).scalar_one() // _LATE_PART
-        keys = sa.select(lines.c.prefix_key).where(here).order_by(*_IN_ORDER)
-        return self._connection.execute(keys.offset(num_late).limit(1)).scalar()
+        keys = sorted(self._connection.scalars(here))
+        return keys[len(keys) // _LATE_PART :]
 
     def _of_others(self, limit: int, parts: Sequence[Part]) -> list[tuple[str, NewLine]]:
         """The last lines that are set aside for other servers: whole documents, so a few more."""

@@ -25,11 +25,11 @@ from hypothesis.stateful import (
 
 from cosched.batch.data import Batch, Fault, Finished, NewBatch, NewLine, Status
 from cosched.batch.database import VERSION, Database, batches, results, store_row
+from cosched.batch.documents import Claim, Part
 from cosched.batch.errors import ApiError
 from cosched.batch.files import FileStore
 from cosched.batch.jsonl.lines import RequestLine
 from cosched.batch.jsonl.records import Answer, Failure
-from cosched.batch.leases import Claim
 from cosched.batch.storage import FolderStorage
 from cosched.batch.store import BatchStore, records_of
 from cosched.errors import ConfigError
@@ -185,30 +185,36 @@ class Machine(RuleBasedStateMachine):
 
     @rule(data=st.data(), limit=st.integers(1, 5), num_ahead=st.integers(0, 3))
     def take(self, data, limit, num_ahead):
-        name = self.some(data, *Status)
-        if name is None:
+        if not self.model:
             return
+        names = data.draw(st.lists(st.sampled_from(sorted(self.model)), min_size=1, unique=True))
         server = data.draw(st.sampled_from(self.names))
+        num_here = st.integers(0, 3)
         claim = Claim(
-            batch_id=name,
+            parts=tuple(Part(batch_id=n, most=99, num_here=data.draw(num_here)) for n in names),
             limit=limit,
             num_ahead=num_ahead if len(self.names) > 1 else 0,
-            leader=data.draw(st.none() | st.just(self.some(data, *Status))),
-            most_behind=data.draw(st.integers(0, 2)),
-            peers=data.draw(st.sampled_from([(), tuple(self.model)])),
         )
-        lines = self.store.take(claim, max_bytes=10**6, server=server)
-        numbers = {line.number for line in lines}
-        assert len(numbers) == len(lines)
-        free = {n for n, code in self.model[name].items() if code is None} - set(self.taken[name])
-        assert numbers <= free
-        if self.store.get(name).status is not Status.IN_PROGRESS or server not in self.living:
-            assert not numbers
+        found = self.store.take(claim, max_bytes=10**6, server=server)
+        lines = [(name, line.number) for name, line in found]
+        assert len(set(lines)) == len(lines)
+        free = {
+            (name, number)
+            for name in names
+            for number, code in self.model[name].items()
+            if self.store.get(name).status is Status.IN_PROGRESS
+            and code is None
+            and number not in self.taken[name]
+        }
+        assert set(lines) <= free
+        if server not in self.living:
+            assert not lines
         elif len(self.names) == 1:
-            assert len(numbers) == min(limit, len(free))
+            assert len(lines) == min(limit, len(free))
         else:
-            assert bool(numbers) == bool(free), "lines wait, and this server gets none"
-        self.taken[name] |= dict.fromkeys(numbers, server)
+            assert bool(lines) == bool(free), "lines wait, and this server gets none"
+        for name, number in lines:
+            self.taken[name][number] = server
 
     @rule(data=st.data(), good=st.booleans())
     def finish(self, data, good):
@@ -379,9 +385,9 @@ def in_progress(store, lines, **changes):
 
 
 def take(store, name, limit=100, max_bytes=10**6, server="me", num_ahead=0):
-    claim = Claim(batch_id=name, limit=limit, num_ahead=num_ahead)
-    lines = store.take(claim, max_bytes=max_bytes, server=server)
-    return [line.number for line in lines]
+    parts = (Part(batch_id=name, most=10**6),)
+    claim = Claim(parts=parts, limit=limit, num_ahead=num_ahead)
+    return [line.number for _, line in store.take(claim, max_bytes=max_bytes, server=server)]
 
 
 def test_lines_are_taken_in_prefix_order(store):
@@ -436,16 +442,20 @@ def test_servers_divide_a_batch_between_documents(shared):
 
 
 def test_servers_divide_batches_of_a_tenant_alike(shared):
-    """Ten documents, of which each of two batches has four lines: the second server leaves those of
-    the first to it in the other batch too."""
+    """Ten documents, of which each of two batches has four lines: whoever takes lines of one gets
+    those of both, and no other server."""
     lines = [new_line(n, b"%04d%04d" % (n // 4, n)) for n in range(40)]
-    names = [in_progress(shared, lines) for _ in range(2)]
+    parts = [Part(batch_id=in_progress(shared, lines), most=99) for _ in range(2)]
     asked = {}
-    for server, name, peer in (("me", *names), ("you", *names[::-1])):
-        claim = Claim(batch_id=name, limit=6, num_ahead=10, peers=(peer,))
-        found = shared.take(claim, max_bytes=10**6, server=server)
-        asked[server] = {line.number // 4 for line in found}
-    assert asked["me"] and asked["you"] and not asked["me"] & asked["you"]
+    for server, some in (("me", parts), ("you", parts[::-1])):
+        claim = Claim(parts=tuple(some), limit=6, num_ahead=10)
+        asked[server] = []
+        for _ in range(3):
+            found = shared.take(claim, max_bytes=10**6, server=server)
+            asked[server] += [line.number // 4 for _, line in found]
+    assert not set(asked["me"]) & set(asked["you"])
+    for documents in asked.values():
+        assert len(documents) == 18 and len(set(documents)) <= 4
 
 
 def test_a_batch_is_validated_by_one_server(shared, clock):
@@ -474,7 +484,8 @@ def test_any_text_is_kept_as_it_is(store, text):
     validate(store, name, [line], server="me")
     found = store.get(name)
     assert found.tenant == text and found.metadata == metadata
-    [line] = store.take(Claim(batch_id=name, limit=1), max_bytes=1, server="me")
+    claim = Claim(parts=(Part(batch_id=name, most=1),), limit=1)
+    [(_, line)] = store.take(claim, max_bytes=1, server="me")
     assert line.custom_id == text
     with pytest.raises(ApiError, match="no batch"):
         store.get(text)

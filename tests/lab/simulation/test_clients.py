@@ -248,7 +248,7 @@ def test_a_batch_that_comes_later_joins_those_that_are_under_way():
     first = Job(requests=questions(60))
     second = Job(requests=questions(60, first=60), start_s=25.0)
     sent, _ = fed([first, second], high_watermark=8, low_watermark=7)
-    begun = sum(document not in sent[max(n - 8, 0) : n] for n, document in enumerate(sent))
+    begun = sum(document not in sent[max(n - 12, 0) : n] for n, document in enumerate(sent))
     assert begun == 6 + 2, "again only the two documents that were done when it came"
 
 

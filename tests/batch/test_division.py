@@ -1,0 +1,100 @@
+"""Servers of different speeds that share a store, in virtual time."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+import pytest
+
+from cosched.batch.claims import Claims, Here
+from cosched.batch.config import BatchesConfig
+from cosched.batch.data import Status
+from cosched.batch.database import Database
+from cosched.batch.store import BatchStore
+from cosched.core.shares import Share
+from tests.batch.stand_in import Clock
+from tests.batch.test_documents import key
+from tests.batch.test_store import in_progress, new_line, result
+
+CONFIG = BatchesConfig(high_watermark=64, low_watermark=48)
+ONE_TENANT = Share(("",), (1.0,))
+PER_DOCUMENT = 10
+NAMES = ("me", "you", "they")
+
+
+@dataclass
+class Server:
+    """Answers so many lines in a step, in the order in which it got them. is_known: it says how
+    many it runs: `num_running` at a time."""
+
+    name: str
+    speed: float
+    num_running: int
+    is_known: bool
+    claims: Claims
+    at_server: deque = field(default_factory=deque)
+    asked: list = field(default_factory=list)
+    num_finished: int = 0
+    last_step: int = 0
+    _done: float = 0.0
+
+    def step(self, store, num_servers, step):
+        self._done += self.speed
+        ended = [self.at_server.popleft() for _ in range(min(int(self._done), len(self.at_server)))]
+        self._done -= int(self._done)
+        if ended:
+            self.last_step = step
+            self.num_finished += store.finish([result(*line, good=True) for line in ended])
+        if not self.claims.are_due(len(self.at_server)):
+            return
+        here = Here(
+            in_flight=Counter(name for name, _ in self.at_server),
+            num_finished=self.num_finished,
+            num_running=min(self.num_running, len(self.at_server)) if self.is_known else None,
+            num_servers=num_servers,
+        )
+        found = [batch for batch in store.open() if batch.status is Status.IN_PROGRESS]
+        for claim in self.claims.next(found, here):
+            lines = store.take(claim, max_bytes=10**9, server=self.name)
+            self.at_server += [(name, line.number) for name, line in lines]
+            self.asked += [(name, line.number) for name, line in lines]
+        assert len(self.at_server) <= CONFIG.high_watermark
+
+
+def answered(num_documents, num_batches, speeds, *, is_known=True):
+    """The servers, after they have answered batches of equal lines on the same documents."""
+    with contextlib.closing(Database("sqlite://")) as database:
+        database.is_shared = True  # as PostgreSQL; of one thread
+        store = BatchStore(database, clock=Clock())
+        servers = []
+        for n, speed in enumerate(speeds):
+            claims = Claims(store, CONFIG, lambda owner, tenant: ONE_TENANT)
+            servers.append(Server(NAMES[n], speed, 12, is_known, claims))
+            store.join(servers[-1].name, lease_s=10**9)
+        lines = range(num_documents * PER_DOCUMENT)
+        for n in range(num_batches):
+            mine = [new_line(i, key(i % num_documents, i)) for i in lines[n::num_batches]]
+            in_progress(store, mine)
+        step = 0
+        while any(batch.status is Status.IN_PROGRESS for batch in store.open()):
+            step += 1
+            for server in servers:
+                server.step(store, len(servers), step)
+    return servers
+
+
+@pytest.mark.parametrize(
+    ("speeds", "is_known"), [((1.0, 0.6), True), ((1.0, 0.8, 0.5), True), ((1.0, 0.6), False)]
+)
+def test_servers_of_different_speeds_end_together_and_share_few_documents(speeds, is_known):
+    num_documents, num_batches = 40, 3
+    servers = answered(num_documents, num_batches, speeds, is_known=is_known)
+    asked = [line for server in servers for line in server.asked]
+    num_lines = num_documents * PER_DOCUMENT
+    assert len(set(asked)) == len(asked) == num_lines
+    few = 5 / min(speeds)  # lines of the slowest server
+    assert max(server.last_step for server in servers) <= 1.03 * num_lines / sum(speeds) + few
+    found = {(server.name, n % num_documents) for server in servers for _, n in server.asked}
+    assert len(found) <= num_documents + 4 * (len(speeds) - 1)
