@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from cosched.batch.data import NewLine
@@ -126,25 +126,14 @@ def choose(
 ) -> list[tuple[Queue, NewLine]]:
     """Lines to take and then to set aside; what is set aside ends between documents.
 
-    begun: prefix keys of lines in flight at this server. First come the others about their
-    documents; then each batch chooses one of its own when it has the fewest lines in flight.
+    begun: prefix keys of lines in flight at this server. Late batches come first and alone; then
+    the other lines about documents that are begun; then the batch with the fewest lines in flight
+    chooses one of its own.
     """
     wanted = claim.limit + claim.num_ahead
     enough = claim.limit + claim.num_ahead // 2
     chosen: list[tuple[Queue, NewLine]] = []
-    keys = iter(dict.fromkeys(begun))
-    while len(chosen) < wanted:
-        document: list[tuple[Queue, NewLine]] = []
-        if (key := next(keys, None)) is not None:
-            document = _document(key, queues)
-        else:
-            having = [queue for queue in queues if queue.next is not None]
-            if not having:
-                break
-            queue = min(having, key=lambda queue: queue.order)
-            assert queue.next is not None
-            document = _document(queue.next.prefix_key, queues, last=queue)
-            document = document or [(queue, queue.next)]
+    for document in _documents(queues, begun):
         if claim.num_ahead and len(chosen) + len(document) > wanted + TO_A_BORDER:
             if len(chosen) >= enough:
                 break
@@ -152,7 +141,27 @@ def choose(
         for queue, line in document:
             queue.choose(line)
         chosen += document
+        if len(chosen) >= wanted:
+            break
     return chosen if claim.num_ahead else chosen[: claim.limit]
+
+
+def _documents(
+    queues: Sequence[Queue], begun: Sequence[bytes]
+) -> Iterator[list[tuple[Queue, NewLine]]]:
+    """Lines about one document after the other. They must be chosen before the next is asked."""
+    late = [queue for queue in queues if queue.part.due < math.inf]
+    while having := [queue for queue in late if queue.next is not None]:
+        yield _chosen_by(min(having, key=lambda queue: queue.order), late)
+    for key in dict.fromkeys(begun):
+        yield _document(key, queues)
+    while having := [queue for queue in queues if queue.next is not None]:
+        yield _chosen_by(min(having, key=lambda queue: queue.order), queues)
+
+
+def _chosen_by(queue: Queue, queues: Sequence[Queue]) -> list[tuple[Queue, NewLine]]:
+    assert queue.next is not None
+    return _document(queue.next.prefix_key, queues, last=queue) or [(queue, queue.next)]
 
 
 def _document(

@@ -60,17 +60,18 @@ def test_a_batch_on_other_documents_gets_its_half():
     }
 
 
-def test_the_batch_with_the_fewest_lines_in_flight_chooses_and_a_late_one_before_it():
-    def first(**late):
-        queues = [
-            queue("a", [key(1, n) for n in range(5)], num_here=7),
-            queue("b", [key(2, n) for n in range(5)], num_here=3),
-            queue("c", [key(3, n) for n in range(5)], num_here=9, **late),
-        ]
-        return chosen(queues, limit=1)[0][0]
+def test_the_batch_with_the_fewest_lines_in_flight_chooses():
+    numbers = {"a": 7, "b": 3, "c": 9}
+    queues = [queue(name, [key(n, 1), key(n, 2)], num_here=n) for name, n in numbers.items()]
+    assert [name for name, _ in chosen(queues, limit=6)] == ["b", "b", "a", "a", "c", "c"]
 
-    assert first() == "b"
-    assert first(due=100.0) == "c"
+
+def test_late_batches_come_before_the_lines_of_others_about_their_documents():
+    many = queue("many", [key(n % 30, n) for n in range(300)])
+    late = queue("late", [key(n, 999) for n in range(30)], num_here=50, due=100.0)
+    found = chosen([many, late], limit=40, begun=[key(3)])
+    assert [name for name, _ in found] == ["late"] * 30 + ["many"] * 10
+    assert {document for _, document in found[30:]} == {3}
 
 
 def test_a_prefix_that_very_many_lines_share_keeps_no_batches_together():
