@@ -163,6 +163,12 @@ class _Designer:
         return DesignedBatch(prefills=chunks, decodes=self._some(num_decodes))
 
     def _some(self, num: int) -> tuple[int, ...]:
+        """Of the pool: any, or as often some whose contexts are alike. Among any, the longest grows
+        with the mean, so that nothing would tell what either costs."""
+        if self._rng.integers(2):
+            first = int(self._rng.integers(len(self._pool) - num + 1))
+            by_context = sorted(range(len(self._pool)), key=self._pool.__getitem__)
+            return tuple(sorted(by_context[first : first + num]))
         return tuple(sorted(self._rng.choice(len(self._pool), num, replace=False).tolist()))
 
     def _chunks(self, tokens: int, *, cached: bool) -> tuple[DesignedPrefill, ...]:

@@ -63,6 +63,18 @@ def test_sizes_reach_both_ends():
     assert min(contexts) < 10 and max(contexts) > 32_000
 
 
+def test_decodes_are_of_like_and_of_different_contexts():
+    """What a context costs, and what the longest one does, cannot be told apart otherwise."""
+    longest = []
+    for one in design_rounds(GPU, num_batches=400, seed=0):
+        for batch in one.batches:
+            if 4 <= len(batch.decodes) <= len(one.pool) / 2:
+                contexts = [one.pool[place] for place in batch.decodes]
+                longest.append(max(contexts) * len(contexts) / sum(contexts))
+    assert sum(ratio < 1.3 for ratio in longest) > len(longest) / 5
+    assert sum(ratio > 2 for ratio in longest) > len(longest) / 5
+
+
 def test_an_engine_too_small_to_measure_is_refused():
     with pytest.raises(ConfigError, match="max_running is 1; measuring needs 2"):
         Limits(max_tokens=64, max_running=1, kv_tokens=1000, max_context=1000, mixed=True)
