@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -153,8 +153,11 @@ class SchedulerView:
 
     def can_pause(self, request: Request) -> bool:
         """A request that is about to end cannot pause: the engine would not see its end."""
-        assert isinstance(request, TrackedRequest), f"{type(request)=}"
-        return self.rules.partial and not port.is_ending(request.req)
+        return self.rules.partial and request not in self._ending
+
+    @cached_property
+    def _ending(self) -> Set[Request]:
+        return {req.cosched for req in port.ending(self._batch.reqs)}
 
     @property
     def online(self) -> Iterable[TrackedRequest]:
@@ -249,6 +252,8 @@ class SchedulerView:
     def _reserve(self, remaining: Any, *, whole: bool = False) -> int:
         """SGLang's rule: a share of the remaining output, learned from past iterations, or all of
         it if it is certain."""
+        if not len(remaining):
+            return 0
         ratio = 1.0 if whole else port.reserve_ratio(self._scheduler)
         kept = (np.minimum(remaining, self.caps.max_reserved_tokens) * ratio).astype(np.int64)
         return int(np.add.reduce(kept)) + len(remaining)

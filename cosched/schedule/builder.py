@@ -52,6 +52,8 @@ class PlanBuilder:
         self.skipped: dict[str, SkipReason] = {}
         self.hosts: dict[str, Hosting] = {}
         self._preempted: dict[str, Preemption] = {}
+        self._left: dict[RequestClass, Decodes] = {}
+        """Of each class, those that are not preempted; once they are asked for."""
         self.counts_all_decodes = False
         """The ledger has the time of all decodes (`count_fixed_decodes`)."""
 
@@ -66,7 +68,7 @@ class PlanBuilder:
         other.paused = self.paused.copy()
         other.skipped = self.skipped.copy()
         other.hosts = self.hosts.copy()
-        other._preempted = self._preempted.copy()
+        other._preempted, other._left = self._preempted.copy(), self._left.copy()
         other.counts_all_decodes = self.counts_all_decodes
         return other
 
@@ -81,7 +83,13 @@ class PlanBuilder:
 
     def running_of(self, request_class: RequestClass) -> Decodes:
         """Running requests of one class that are not preempted, paused ones included."""
-        return self._left(self.view.running_of(request_class))
+        if not self._preempted:
+            return self.view.running_of(request_class)
+        left = self._left.get(request_class)
+        if left is None:
+            left = self._without_preempted(self.view.running_of(request_class))
+            self._left[request_class] = left
+        return left
 
     def is_aside(self, request: Request) -> bool:
         """True if it is an online request of a tier that is set aside."""
@@ -91,7 +99,7 @@ class PlanBuilder:
 
     def aside(self) -> Decodes:
         """Running online requests that are set aside and not preempted."""
-        return self._left(self._aside)
+        return self._without_preempted(self._aside)
 
     def below(self, tier: int) -> list[Request]:
         """Running online requests of lower tiers that may be preempted, the lowest and youngest
@@ -102,9 +110,7 @@ class PlanBuilder:
         lower = [r for r in running if r.tier > tier and r.traits.can_preempt]
         return sorted(lower, key=lambda r: (r.tier, r.arrival_seq), reverse=True)
 
-    def _left(self, decodes: Decodes) -> Decodes:
-        if not self._preempted:
-            return decodes
+    def _without_preempted(self, decodes: Decodes) -> Decodes:
         return decodes.where([r.rid not in self._preempted for r in decodes.requests])
 
     def reads_of(self, decodes: Decodes) -> Sequence[int]:
@@ -258,6 +264,7 @@ class PlanBuilder:
         for guest in [rid for rid, h in self.hosts.items() if h.host == request.rid]:
             del self.hosts[guest]
         self._preempted[request.rid] = Preemption(rid=request.rid, mode=mode)
+        self._left.clear()
         self.ledger.refund_preemption(request)
         if self.counts_all_decodes and request not in self.view.unfinished:
             self.ledger.drop_decode(request.num_computed_tokens + 1)

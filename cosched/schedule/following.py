@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from itertools import islice
 
 from cosched.core.plan import SkipReason
@@ -20,9 +21,11 @@ class UnderWay:
     def __init__(self, builder: PlanBuilder) -> None:
         self._builder = builder
         self._num_seen = 0
-        self._computed = {
-            other.rid: (other, other.num_computed_tokens) for other in without_output(builder.view)
-        }
+
+    @cached_property
+    def _computed(self) -> dict[str, tuple[Request, int]]:
+        found = without_output(self._builder.view)
+        return {other.rid: (other, other.num_computed_tokens) for other in found}
 
     def has_prefix_of(self, request: Request) -> bool:
         """True if what this request would compute first is among it, and it has to wait. It finds

@@ -171,7 +171,8 @@ class TimeBudget:
         if self.decodes_fit(contexts):
             return len(contexts)
         totals, trial = self._ledger.totals, self._ledger.totals.copy()
-        sums, longest = np.cumsum(contexts), np.maximum.accumulate(contexts)
+        column = np.array(contexts, dtype=np.int64)
+        sums, longest = column.cumsum(), np.maximum.accumulate(column)
 
         def seconds(num: int) -> float:
             """With the first of them."""
