@@ -228,6 +228,10 @@ class FakeView:
     def outlook(self) -> Outlook:
         return Outlook.of(self)
 
+    def longest_left(self, request_class: RequestClass) -> int:
+        requests = self.running_of(request_class).requests
+        return max((self.length(r).upper for r in requests), default=0)
+
     def progress(self) -> Progress:
         return Progress.of(self)
 

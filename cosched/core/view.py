@@ -379,6 +379,11 @@ class View(Protocol):
         cheaper than asking about each."""
         ...
 
+    def longest_left(self, request_class: RequestClass) -> int:
+        """The largest upper estimate (`LengthEstimate.upper`) of the running requests of a class;
+        0: none runs. Much cheaper than asking about each."""
+        ...
+
     def progress(self) -> Progress:
         """Of the running requests, in their order. O(1)."""
         ...

@@ -33,14 +33,15 @@ class Lengths:
         most = max(tracked.max_new_tokens - num_output, 0)
         return LengthEstimate(most, most)
 
-    def ends(self, tracked: TrackedRequest, num_output: int) -> tuple[int, tuple[int, ...]]:
-        """For a request with `num_output` tokens: the output at which to estimate again, and the
-        possible ends of its whole output until then (`LengthEstimate.ends`), at most `NUM_ENDS`."""
+    def ends(self, tracked: TrackedRequest, num_output: int) -> tuple[int, int, tuple[int, ...]]:
+        """For a request with `num_output` tokens: the output at which to estimate again, and until
+        then the upper estimate of its whole output and its possible ends (`LengthEstimate.ends`),
+        at most `NUM_ENDS`."""
         self.remaining(tracked)
         belief = tracked.length
         if belief is None or not belief.ends:  # the estimate failed
-            return num_output + 1, (tracked.max_new_tokens,)
-        return belief.until, belief.ends
+            return num_output + 1, tracked.max_new_tokens, (tracked.max_new_tokens,)
+        return belief.until, belief.upper, belief.ends
 
     def ended(self, tracked: TrackedRequest) -> None:
         """Learn from a request that has ended, unless it was aborted."""

@@ -43,6 +43,7 @@ class _Column:
     ARRIVAL   its `arrival_seq`
     GAIN      tokens of the radix tree that it alone holds; `_NONE`: not looked up
     UNTIL     output at which its length is estimated again
+    UPPER     upper estimate of its whole output until then
     ENDS      and the columns behind it: the ends of its whole output until then
     """
 
@@ -58,7 +59,8 @@ class _Column:
     ARRIVAL = 9
     GAIN = 10
     UNTIL = 11
-    ENDS = 12
+    UPPER = 12
+    ENDS = 13
 
 
 _NUM_COLUMNS = _Column.ENDS + NUM_ENDS
@@ -209,8 +211,8 @@ class RunningTable:
 
     def _length(self, tracked: TrackedRequest, num_output: int) -> tuple[int, ...]:
         """Of the columns `_LENGTH`."""
-        until, ends = self._lengths.ends(tracked, num_output)
-        return (until, *(0,) * (NUM_ENDS - len(ends)), *ends)
+        until, upper, ends = self._lengths.ends(tracked, num_output)
+        return (until, upper, *(0,) * (NUM_ENDS - len(ends)), *ends)
 
     def _look_at(self, req: Any, row: int) -> bool:
         """Read a new request. False: it has ended."""
@@ -262,10 +264,7 @@ class RunningTable:
         """Of `View.outlook`. kv_tree: knows what of the tree each request alone holds; None:
         `gain_of` is asked about each."""
         columns, rows = running.columns, running.rows
-        if not self._estimates:
-            self._estimates = True
-            self._estimate(rows, most=len(rows))
-            columns[_LENGTH] = self._columns[_LENGTH][:, rows]
+        self._begin_estimates(running)
         left = columns[_Column.ENDS :] - columns[_Column.OUTPUT]
         if not running.are_plain:
             left *= columns[_Column.SLOTS]
@@ -281,6 +280,22 @@ class RunningTable:
             columns[_Column.GAIN, unknown] = kv_tree.gains_of_release(nodes)
             self._columns[_Column.GAIN, rows] = columns[_Column.GAIN]
         return Outlook(running.num_own + columns[_Column.GAIN], left)
+
+    def longest_left(self, running: Running, request_class: RequestClass) -> int:
+        """Of `View.longest_left`."""
+        self._begin_estimates(running)
+        columns = running.columns
+        num_output = columns[_Column.OUTPUT]
+        left = np.maximum(columns[_Column.UPPER] - num_output, 1)
+        left = np.minimum(left, columns[_Column.LIMIT] - num_output)
+        return int(left[running.places[request_class]].max(initial=0))
+
+    def _begin_estimates(self, running: Running) -> None:
+        """The first time that anything is asked about lengths; later results keep them."""
+        if not self._estimates:
+            self._estimates = True
+            self._estimate(running.rows, most=len(running.rows))
+            running.columns[_LENGTH] = self._columns[_LENGTH][:, running.rows]
 
     def _shared_of(self, tracked: TrackedRequest) -> int:
         """Its tokens less the KV tokens that it holds outside the tree."""
@@ -298,6 +313,7 @@ class Running:
     """What is read of all running requests for one plan, in their order.
 
     rows       of each, in the table and in the engine
+    places     of the requests of each class
     columns    of the table
     num_own    KV tokens of each outside the radix tree
     are_plain  none has special `Traits`, and no request of the batch has ended
@@ -326,7 +342,7 @@ class Running:
         self._decode_reserve = decode_reserve
         self._has_promises = bool((columns[_Column.PROMISED] != _NONE).any())
         is_offline = columns[_Column.OFFLINE]
-        self._places = {
+        self.places = {
             RequestClass.ONLINE: (is_offline == 0).nonzero()[0],
             RequestClass.OFFLINE: is_offline.nonzero()[0],
         }
@@ -342,7 +358,7 @@ class Running:
         return {request_class: self._decodes(request_class) for request_class in RequestClass}
 
     def _decodes(self, request_class: RequestClass) -> Decodes:
-        places = self._places[request_class]
+        places = self.places[request_class]
         contexts = (self._computed[places] + 1).tolist()
         arrivals = self.columns[_Column.ARRIVAL, places].tolist()
         return Decodes(self._owners[self.rows[places]].tolist(), contexts, arrivals)
@@ -352,7 +368,7 @@ class Running:
         num_own = self.num_own
         return {
             request_class: int(np.add.reduce(num_own[places]))
-            for request_class, places in self._places.items()
+            for request_class, places in self.places.items()
         }
 
     @cached_property

@@ -141,6 +141,9 @@ class SchedulerView:
         kv_tree = None if self._kv is None else self._kv.kv_tree
         return self._table.outlook(self._holders, kv_tree=kv_tree, gain_of=self.preemption_gain)
 
+    def longest_left(self, request_class: RequestClass) -> int:
+        return self._table.longest_left(self._running, request_class)
+
     def progress(self) -> Progress:
         return self._running.progress
 

@@ -100,10 +100,10 @@ class Belief:
         "_median",
         "_model",
         "_renewed",
-        "_upper",
         "ends",
         "facts",
         "until",
+        "upper",
     )
 
     def __init__(self, model: LengthModel, facts: Facts) -> None:
@@ -112,7 +112,7 @@ class Belief:
         self._cells: Cells | None = None
         self.until = 0
         """Output tokens at which it is looked up again."""
-        self._median = self._upper = 0
+        self._median = self.upper = 0
         """Tokens of the whole output, valid before `until`."""
         self.ends: tuple[int, ...] = ()
         """Possible lengths of the whole output (`LengthEstimate`), likewise."""
@@ -145,7 +145,7 @@ class Belief:
         if num_produced >= self.until:
             median, upper = self._model.totals(self, num_produced)
             self._median = max(round(median), num_produced + 1)
-            self._upper = max(math.ceil(upper), self._median)
+            self.upper = max(math.ceil(upper), self._median)
             self.until = max(num_produced + _FIRST_STEP, min(2 * num_produced, self._median))
             self.ends = self._ends(num_produced)
             num_learned = self._model.num_learned
@@ -153,7 +153,7 @@ class Belief:
         # Every plan asks this of every running request: no calls of min and max.
         median_left = self._median - num_produced
         median_left = 1 if median_left < 1 else left if median_left > left else median_left
-        upper_left = self._upper - num_produced
+        upper_left = self.upper - num_produced
         if upper_left < median_left:
             upper_left = median_left
         upper_left = left if upper_left > left else upper_left
@@ -164,7 +164,7 @@ class Belief:
         this median and this upper quantile; one end if both are equal."""
         limit = self.facts.limit
         median = self._median - num_produced
-        stretch = (self._upper - num_produced) / median
+        stretch = (self.upper - num_produced) / median
         if stretch <= 1:
             return (min(self._median, limit),)
         power = math.log(stretch) / self._model.log_halvings

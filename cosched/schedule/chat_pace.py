@@ -99,7 +99,7 @@ class Course(NamedTuple):
         running = builder.running_of(RequestClass.OFFLINE).requests
         if self.num_admitted < _SEEN * len(running):
             return max((r.max_new_tokens - r.num_output_tokens for r in running), default=0)
-        return max((view.length(request).upper for request in running), default=0)
+        return view.longest_left(RequestClass.OFFLINE)
 
 
 def paced_s(builder: PlanBuilder, course: Course, most_s: float, *, cost: float) -> float:

@@ -72,6 +72,8 @@ class Traffic:
         for request_class in RequestClass:
             requests = [r for r in view.running if r.request_class is request_class]
             assert view.running_of(request_class) == Decodes.of(requests)
+            longest = max((view.length(r).upper for r in requests), default=0)
+            assert view.longest_left(request_class) == longest
 
     def is_over(self, rid):
         reply = self.engine.replies.get(rid)

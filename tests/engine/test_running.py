@@ -33,7 +33,7 @@ class Lengths:
     def ends(self, request, num_output):
         self.num_looks += 1
         ends = (num_output * 5 // 4, num_output * 3 // 2 + 1)
-        return num_output + 16, tuple(min(end, request.max_new_tokens) for end in ends)
+        return num_output + 16, ends[-1], tuple(min(end, request.max_new_tokens) for end in ends)
 
 
 class Request:
@@ -135,11 +135,14 @@ def test_what_a_plan_reads_of_them():
 def test_a_length_is_looked_at_when_it_is_due_and_is_no_more_than_the_limit():
     lengths = Lengths()
     engine, request = Engine(lengths=lengths), Request("a", most=30)
-    left = []
+    left, longest = [], []
     for num_tokens in (0, 5, 5, 6, 3, 1, 1):
         engine.decode([request], num_tokens)
         left.append(engine.outlook([request])[1][0])
+        longest.append(engine.table.longest_left(engine.running([request]), RequestClass.ONLINE))
     assert left == [6, 1, -4, 4, 1, 0, -1], "not above 0: it is over with the next token"
+    assert longest == [6, 1, 1, 4, 1, 0, 0]
+    assert engine.table.longest_left(engine.running([request]), RequestClass.OFFLINE) == 0
     assert lengths.num_looks == 2
 
 
