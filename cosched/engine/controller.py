@@ -1,10 +1,8 @@
 """The loop: one step for each iteration of a scheduler.
 
-    step      what waits and runs → view → policy.plan → validate → apply → SGLang builds the batch
-    launched  the batch is about to run
-    finished  its tokens are known: observe, learn
-
-`cosched.engine.attach` puts a controller together and gives it to a scheduler.
+step      what waits and runs → view → policy.plan → validate → apply → SGLang builds the batch
+launched  the batch is about to run
+finished  its tokens are known: observe, learn
 """
 
 from __future__ import annotations
@@ -209,6 +207,15 @@ class Controller:
             self.waiting.computed(batch.reqs[: len(iteration.shape.prefills)])
         self.table.came(batch)
         self.on_result(iteration, batch.reqs)
+        self._report(is_idle=False)
+
+    def _report(self, *, is_idle: bool) -> None:
+        """What people are told: no plan waits for it."""
+        with self.guard.watching("metrics"):
+            if self.kv is not None:
+                self.kv.count_uses()
+            if self.exporter is not None:
+                self.exporter.show(is_idle=is_idle)
 
     def on_result(self, iteration: Iteration | None, reqs: Sequence[Any]) -> None:
         """These requests have new tokens, or have ended."""
@@ -242,9 +249,8 @@ class Controller:
     def idle(self) -> None:
         """The scheduler has looked for requests, and has nothing to do."""
         self.arrivals.looked(self.clock.now_s())
-        if self.exporter is not None and not self.observer.is_busy:
-            with self.guard.watching("metrics"):
-                self.exporter.idle()
+        if not self.observer.is_busy:
+            self._report(is_idle=True)
 
     # --- The plan ---
 
@@ -341,10 +347,8 @@ class Controller:
             self._judged_late(rid, reason)
 
     def _after_draining(self, plan: Plan, running_batch: Any) -> Plan:
-        """What is left of a plan now that all results are known.
-
-        It fits: ended requests leave memory. It is made again where that may spare a running one.
-        """
+        """What is left of a plan now that all results are known. It fits: ended requests leave
+        memory. It is made again where that may spare a running one."""
         num_running = len(running_batch.reqs)
         running_batch.filter_batch()
         if len(running_batch.reqs) == num_running:
@@ -375,8 +379,6 @@ class Controller:
         if tracked is not None:
             self.service.judged_late(tracked, reason)
             port.tell_client(tracked.req, LATE_KEY, reason.value)
-
-    # --- Requests ---
 
     def _preempt(self, plan: Plan, running_batch: Any) -> None:
         if not plan.preempt:
@@ -436,8 +438,8 @@ class Controller:
         """The engine refused a request that the plan admits: it backs off, longer each time."""
         self.counters.num_engine_refusals += 1
         tracked.num_refusals += 1
-        plans = min(2**tracked.num_refusals, MAX_BACKOFF_PLANS)
-        tracked.backoff_until = self.counters.num_plans + plans
+        num_plans = min(2**tracked.num_refusals, MAX_BACKOFF_PLANS)
+        tracked.backoff_until = self.counters.num_plans + num_plans
 
     def _why_blocked(self, request: Request) -> SkipReason | None:
         assert isinstance(request, TrackedRequest), f"{type(request)=}"
@@ -454,8 +456,6 @@ class Controller:
         for tracked in requests:
             self.table.forget(tracked)
         self._log(lambda log: log.abandoned())
-
-    # --- Changes while it runs ---
 
     @property
     def paused_adapters(self) -> frozenset[str | None]:

@@ -234,15 +234,13 @@ class MetricsExporter:
     def planned(self, planning_s: float) -> None:
         """A plan was made."""
         self._of("planning_seconds").observe(planning_s)
-        self._is_idle = False
-        if time.monotonic() >= self._refresh_at_s:
-            self._refresh()
 
-    def idle(self) -> None:
-        """There is nothing to plan; called repeatedly while that is so."""
-        if not self._is_idle or time.monotonic() >= self._refresh_at_s:
-            self._is_idle = True
+    def show(self, *, is_idle: bool) -> None:
+        """The tokens of an iteration are known, and the next one runs; or there is nothing to plan,
+        repeatedly while that is so."""
+        if (is_idle and not self._is_idle) or time.monotonic() >= self._refresh_at_s:
             self._refresh()
+        self._is_idle = is_idle
 
     def measured(self, iteration: Iteration) -> None:
         """An iteration has ended."""

@@ -24,7 +24,7 @@ from cosched.memory.config import KvConfig
 from cosched.memory.demand import OnlineDemand
 from cosched.memory.eviction import ORDERS, CopyOrder, Eviction, LeastRecentlyUsed, Leaves
 from cosched.memory.node import KvNode, Visit
-from cosched.memory.occupancy import KvOccupancy, host_occupancy_of, occupancy_of
+from cosched.memory.occupancy import HostOccupancy, KvOccupancy, UseCount, dealt
 from cosched.memory.reuse import ReuseModel, block_hashes
 from cosched.memory.tree import KvTree
 from cosched.memory.value import KvValue, RecomputeCosts
@@ -125,6 +125,7 @@ class KvManager:
             _CHUNKS_AHEAD * (scheduler.chunked_prefill_size or scheduler.max_prefill_tokens),
             int(_MAX_AHEAD * port.kv_total(scheduler)),
         )
+        self._uses = UseCount(self.kv_tree, value)
         self.demand = OnlineDemand(window_s=config.window_s, deviations=config.deviations)
         self._used_before = 0
         """Tokens evicted since the start, less the free ones, at the latest `_write_ahead`."""
@@ -359,28 +360,38 @@ class KvManager:
             reqs[self._scheduler.chunked_req] = None
         return own_tokens([req.cosched for req in reqs])
 
+    def count_uses(self) -> None:
+        """A step of what `occupancy` says."""
+        self._uses.step(self.leaves.now_s)
+
     def occupancy(self) -> KvOccupancy:
-        """What the memory is used for now. O(nodes)."""
-        own = self._own_tokens()
+        """What the memory is used for now. What unused KV in a large tree is good for is as old as
+        the latest count."""
+        self._uses.look(self.leaves.now_s)
+        own, tree, scheduler = self._own_tokens(), self.kv_tree, self._scheduler
+        evicted, (saved, parted) = self.core.evicted, bidirectional.savings(scheduler)
         host = None
         if isinstance(self.core, HostedTreeCore):
-            host = host_occupancy_of(
-                self.kv_tree,
-                self.leaves.value,
-                now_s=self.leaves.now_s,
-                free=port.host_free(self._scheduler),
-                demoted=self.core.evicted["demoted"],
-                transferred=self.core.transferred,
+            free = port.host_free(scheduler)
+            used, of = port.host_total(scheduler) - free, self._uses.on_host
+            host = HostOccupancy(
+                free=free,
+                demoted=evicted["demoted"],
+                **dealt(used, of, "doubled", "returning", "referenced"),
+                **self.core.transferred,
             )
-        return occupancy_of(
-            self.kv_tree,
-            self.leaves.value,
-            now_s=self.leaves.now_s,
-            free=port.kv_free(self._scheduler),
-            own=(own[RequestClass.ONLINE], own[RequestClass.OFFLINE]),
+        return KvOccupancy(
+            free=port.kv_free(scheduler),
+            running_online=tree.num_held_online + own[RequestClass.ONLINE],
+            running_offline=tree.num_held_offline + own[RequestClass.OFFLINE],
+            **dealt(tree.num_evictable, self._uses.on_device, "returning", "referenced"),
             kept=self.online_reservation,
-            evicted=self.core.evicted,
-            shared_pages=bidirectional.savings(self._scheduler),
+            evicted_online=evicted["online"],
+            evicted_offline=evicted["offline"],
+            evicted_referenced=evicted["referenced"],
+            evicted_returning=evicted["returning"],
+            saved=saved,
+            parted=parted,
             is_watched=not self.core.is_off,
             host=host,
         )

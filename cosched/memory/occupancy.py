@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import msgspec
 
+from cosched.memory.node import KvNode
 from cosched.memory.tree import KvTree
 from cosched.memory.value import KvValue
 
@@ -92,77 +94,63 @@ class KvOccupancy(msgspec.Struct, kw_only=True, frozen=True):
     host: HostOccupancy | None = None
 
 
-def occupancy_of(
-    tree: KvTree,
-    value: KvValue,
-    *,
-    now_s: float,
-    free: int,
-    own: tuple[int, int],
-    kept: int,
-    evicted: Counter[str],
-    shared_pages: tuple[int, int],
-    is_watched: bool,
-    host: HostOccupancy | None = None,
-) -> KvOccupancy:
-    """own: tokens that running online and offline requests hold outside the tree;
-    shared_pages: the fields `saved` and `parted`. O(nodes)."""
-    returning = referenced = 0
-    for node in tree.nodes.values():
-        if node.num_holds or not node.on_device:
-            continue
-        if value.chance_of_reuse(node, now_s) >= LIKELY:
-            returning += node.num_tokens
-        elif node.references:
-            referenced += node.num_tokens
-    return KvOccupancy(
-        free=free,
-        running_online=tree.num_held_online + own[0],
-        running_offline=tree.num_held_offline + own[1],
-        returning=returning,
-        referenced=referenced,
-        dead=tree.num_evictable - returning - referenced,
-        kept=kept,
-        evicted_online=evicted["online"],
-        evicted_offline=evicted["offline"],
-        evicted_referenced=evicted["referenced"],
-        evicted_returning=evicted["returning"],
-        saved=shared_pages[0],
-        parted=shared_pages[1],
-        is_watched=is_watched,
-        host=host,
-    )
+_NODES = 1024
+"""Nodes of one step of a count."""
+
+_PERIOD_S = 1.0
+"""Between the ends of two counts."""
 
 
-def host_occupancy_of(
-    tree: KvTree,
-    value: KvValue,
-    *,
-    now_s: float,
-    free: int,
-    demoted: int,
-    transferred: Mapping[str, int],
-) -> HostOccupancy:
-    """transferred: the last three fields. O(nodes)."""
-    counts = Counter[str]()
-    for node in tree.nodes.values():
-        if not node.on_host:
-            continue
-        if node.on_device:
-            use = "doubled"
-        elif value.chance_of_reuse(node, now_s, on_host=True) >= LIKELY:
-            use = "returning"
-        else:
-            use = "referenced" if node.references else "dead"
-        counts[use] += node.num_tokens
-    return HostOccupancy(
-        free=free,
-        doubled=counts["doubled"],
-        returning=counts["returning"],
-        referenced=counts["referenced"],
-        dead=counts["dead"],
-        demoted=demoted,
-        to_host=transferred["to_host"],
-        to_device=transferred["to_device"],
-        waited=transferred["waited"],
-    )
+class UseCount:
+    """What KV in the tree that no request uses is good for, counted in steps: a tree with copies in
+    host memory may have a hundred thousand nodes.
+
+    on_device, on_host  tokens by use when the latest count ended
+    """
+
+    def __init__(self, tree: KvTree, value: KvValue) -> None:
+        self.on_device = Counter[str]()
+        self.on_host = Counter[str]()
+        self._tree = tree
+        self._value = value
+        self._under_way: Iterator[None] | None = None
+        self._ended_s = -math.inf
+
+    def step(self, now_s: float) -> None:
+        """Look at some nodes; called between iterations."""
+        if self._under_way is None and now_s - self._ended_s >= _PERIOD_S:
+            self._under_way = self._count(now_s)
+        if self._under_way is not None and next(self._under_way, self) is self:
+            self._under_way = None
+
+    def look(self, now_s: float) -> None:
+        """Count now, if that is one step."""
+        if len(self._tree.nodes) < _NODES:
+            self._under_way, self._ended_s = None, -math.inf
+            self.step(now_s)
+
+    def _count(self, now_s: float) -> Iterator[None]:
+        on_device, on_host = Counter[str](), Counter[str]()
+        for place, node in enumerate([*self._tree.nodes.values()], start=1):  # some go meanwhile
+            if node.on_device and not node.num_holds:
+                on_device[self._use_of(node, now_s)] += node.num_tokens
+            if node.on_host:
+                use = "doubled" if node.on_device else self._use_of(node, now_s, on_host=True)
+                on_host[use] += node.num_tokens
+            if not place % _NODES:
+                yield
+        self.on_device, self.on_host, self._ended_s = on_device, on_host, now_s
+
+    def _use_of(self, node: KvNode, now_s: float, *, on_host: bool = False) -> str:
+        if self._value.chance_of_reuse(node, now_s, on_host=on_host) >= LIKELY:
+            return "returning"
+        return "referenced" if node.references else "dead"
+
+
+def dealt(num_tokens: int, counts: Counter[str], *uses: str) -> dict[str, int]:
+    """Tokens by use that add up to those of now; the rest is dead."""
+    dealt: dict[str, int] = {}
+    for use in uses:
+        dealt[use] = min(counts[use], num_tokens)
+        num_tokens -= dealt[use]
+    return {**dealt, "dead": num_tokens}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+from types import SimpleNamespace
+
 import pytest
 
 import cosched.bootstrap  # noqa: F401  # before sglang
@@ -329,3 +332,32 @@ def test_tiers_are_counted_each(export):
     state = engine.scheduler.cosched.state().tiers
     assert [*state] == ["high", "low"] and state["high"].times_s["ttft"][1] == 2
     assert sum(state["high"].histograms["ttft"].values()) == 2
+
+
+def test_learning_and_metrics_hold_up_no_plan(make_engine, monkeypatch):
+    """They come with results, while the next iteration runs."""
+    engine = make_engine(policy="cosched", overlap=True)
+    controller = engine.scheduler.cosched
+    begun, plan = [], controller.plan
+    observe = controller.predictor.observe
+
+    def planned(*args, **fields):
+        begun.append("plan")
+        made = plan(*args, **fields)
+        begun.append("planned")
+        return made
+
+    monkeypatch.setattr(controller, "plan", planned)
+    monkeypatch.setattr(
+        controller.predictor, "observe", lambda *args: begun.append("learn") or observe(*args)
+    )
+    exporter = SimpleNamespace(
+        planned=lambda planning_s: None, show=lambda is_idle: begun.append("show")
+    )
+    monkeypatch.setattr(controller, "exporter", exporter)
+    engine.submit("r", prompt(1, 50), max_new_tokens=20)
+    engine.run_until_idle(max_iterations=200)
+    assert min(begun.count("learn"), begun.count("show")) >= 15
+    assert "planned" in begun
+    after_plan = [what for before, what in pairwise(begun) if before == "plan"]
+    assert set(after_plan) == {"planned"}

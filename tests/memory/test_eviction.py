@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from cosched.memory import occupancy
 from cosched.memory.eviction import ORDERS, Leaves
 from cosched.memory.node import PathNode, Visit
 from cosched.memory.reuse import ReuseModel
@@ -217,3 +218,30 @@ def test_a_leaf_has_one_timer_however_often_it_changes():
         wait_for(kv, context(0))
         kv.leaves.advance(step * 10.0)
     assert len(kv.leaves._timers) <= 2
+
+
+def test_the_uses_of_a_large_tree_are_counted_in_steps_and_add_up_to_what_is_there(monkeypatch):
+    monkeypatch.setattr(occupancy, "_NODES", 10)
+    kv = Kv()
+    uses = occupancy.UseCount(kv.tree, kv.value)
+    for seed in range(25):
+        kv.add(context(seed), chunk=100)
+    wait_for(kv, context(24))
+    num_asked = []
+    chance = kv.value.chance_of_reuse
+    monkeypatch.setattr(
+        kv.value, "chance_of_reuse", lambda *a, **f: num_asked.append(1) or chance(*a, **f)
+    )
+    for num_looked_at in (10, 20, 25, 25):
+        uses.look(0.0)  # too large to be counted at once
+        uses.step(0.0)
+        assert len(num_asked) == num_looked_at
+    assert uses.on_device == {"dead": 2400, "referenced": 100}
+    for _ in range(10):
+        kv.evict()
+    found = occupancy.dealt(kv.tree.num_evictable, uses.on_device, "returning", "referenced")
+    assert found == {"returning": 0, "referenced": 100, "dead": 1400}
+    for _ in range(10):
+        kv.evict()
+    uses.look(0.0)
+    assert uses.on_device == {"dead": 400, "referenced": 100}, "one step is enough"
