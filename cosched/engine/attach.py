@@ -186,6 +186,7 @@ def _controller(
             observer=observer,
             clock=clock,
             is_known=lambda shape: predictor.knows(BatchTotals.of(shape)),
+            meanwhile=timekeeper.learn,
         )
         observer.note_launched = last_moment.launched
     waiting = WaitingQueue(

@@ -62,10 +62,13 @@ class LastMoment:
         observer: IterationObserver,
         clock: EngineClock,
         is_known: Callable[[BatchShape], bool],
+        meanwhile: Callable[[], None],
     ) -> None:
-        """is_known: the time of such iterations is known; otherwise there is no wait."""
+        """is_known: the time of such iterations is known; otherwise there is no wait. meanwhile:
+        work that would hold up the plan, done in the time of the wait."""
         self._observer = observer
         self._is_known = is_known
+        self._meanwhile = meanwhile
         self._clock = clock
         self._has_waited = self._has_run_dry = False
         self._wait_ended_s = 0.0
@@ -82,6 +85,7 @@ class LastMoment:
         self._has_waited = wait_s > 0 and self._is_known(self._observer.latest_shape)
         if self._has_waited:
             observer = self._observer
+            self._meanwhile()
             self._has_run_dry = self._clock.wait_until(now_s + wait_s, observer.has_run_dry)
             self._wait_ended_s = self._clock.now_s()
             if self._has_run_dry:

@@ -50,8 +50,8 @@ class Timekeeper:
     def on_result(
         self, iteration: Iteration | None, requests: Sequence[TrackedRequest]
     ) -> list[TrackedRequest]:
-        """The tokens of an iteration are known, of these requests; None: it was not observed. It is
-        learned from, while the next one runs. Returns the requests that have ended."""
+        """The tokens of an iteration are known, of these requests; None: it was not observed.
+        Returns the requests that have ended."""
         end_s = self.clock.now_s() if iteration is None else iteration.end_s
         finished = []
         for tracked in requests:
@@ -67,11 +67,11 @@ class Timekeeper:
                 num_tokens = len(req.output_ids)
                 self._ended.append(Ended(tracked.rid, tracked.request_class, num_tokens))
                 finished.append(tracked)
-        self._learn()
         return finished
 
-    def _learn(self) -> None:
-        """From the iterations that have ended since the last call."""
+    def learn(self) -> None:
+        """From the iterations that have ended since the last call. A fit of the predictor takes
+        milliseconds (`LastMoment`)."""
         done = tuple(self._done)
         self._done.clear()
         group = self._observer.group
@@ -90,7 +90,7 @@ class Timekeeper:
         now_s = start_s = self.clock.now_s()
         ended = tuple(self._ended)
         self._ended.clear()
-        self._learn()
+        self.learn()
         if self._predictor is not None:
             start_s = self._observer.expected_start_s(now_s, self._mean_s)
         return Moment(now_s, start_s, self._mean_s, ended)
