@@ -44,16 +44,36 @@ def check_flags(flags: Sequence[str]) -> None:
             )
 
 
+_PORTS = range(10_000, 22_000, 20)
+"""Linux gives client connections ports from 32768 on; SGLang takes others from 22000 on, and with
+DP attention those at 233 to 246 beyond the server's: none of them is here."""
+_reserved: dict[int, int] = {}
+"""Ports that this process has given, and file descriptors that keep other processes from it."""
+
+
 def free_port() -> int:
-    """A port without a listener, below the range that Linux gives to client connections: none of
-    them can take it while the server loads its model."""
-    ports = list(range(10_000, 32_768))
-    random.shuffle(ports)
-    for port in ports:
+    """A port without a listener, which nothing else takes while a server loads its model: neither
+    client connections nor SGLang nor another call of this function, here or in another process."""
+    ports = random.sample(_PORTS, len(_PORTS))
+    for port in [*(one for one in ports if one not in _reserved), *_reserved]:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind((_HOST, port))
+            if port not in _reserved:
+                _reserved[port] = _reservation(port)
             return port
-    raise ConfigError("no port is free between 10000 and 32767; name one with --port")
+    raise ConfigError(
+        f"no port is free among {_PORTS.start}, {_PORTS.start + _PORTS.step}, ..., {_PORTS[-1]}; "
+        "name one with --port"
+    )
+
+
+def _reservation(port: int) -> int:
+    """The file descriptor of a name, which the system frees with the process. OSError: another
+    process has it."""
+    with socket.socket(socket.AF_UNIX) as found:
+        if sys.platform == "linux":
+            found.bind(f"\0cosched-port-{port}")
+        return found.detach()
 
 
 def server_command(*, model_path: str, port: int, flags: Sequence[str]) -> list[str]:

@@ -12,6 +12,7 @@ import time
 
 import pytest
 
+from cosched.batch.jsonl import server as own_server
 from cosched.batch.jsonl.client import Client, RetryRules
 from cosched.batch.jsonl.errors import JobFileError, ServerGoneError, ServerRefusedError
 from cosched.batch.jsonl.server import OwnServer, free_port, own_base_url, server_command
@@ -145,6 +146,18 @@ def test_the_command_starts_cosched_with_the_users_flags():
     ]  # fmt: skip
 
 
-def test_a_free_port_is_below_the_range_of_client_connections():
-    found = {free_port() for _ in range(20)}
-    assert all(10_000 <= port < 32_768 for port in found) and len(found) > 1
+def test_a_free_port_is_given_once_and_is_no_port_that_sglang_takes_itself(monkeypatch):
+    mine = {free_port() for _ in range(50)}
+    monkeypatch.setattr(own_server, "_reserved", {})  # as in another process
+    theirs = {free_port() for _ in range(50)}
+    assert len(mine | theirs) == 100
+    for port in mine | theirs:
+        assert 10_000 <= port < 22_000
+        beyond = {port + n for n in (*range(233, 240), 246)}  # with DP attention
+        assert not beyond & (mine | theirs)
+
+
+def test_a_free_port_is_given_again_when_there_is_no_other(monkeypatch):
+    monkeypatch.setattr(own_server, "_PORTS", range(10_011, 10_111, 50))
+    monkeypatch.setattr(own_server, "_reserved", {})
+    assert {free_port() for _ in range(4)} == {10_011, 10_061}
