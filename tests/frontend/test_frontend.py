@@ -14,6 +14,7 @@ from cosched.frontend import OfflineEndpoint, offline  # before sglang
 
 import sglang as sgl  # isort: skip
 
+from tests.batch.api import until
 from tests.fake_server import FakeServer, Reply
 
 
@@ -272,3 +273,18 @@ def test_programs_with_one_document_run_together_and_answers_are_as_asked(listen
     asked = [body["text"].split()[1] for body in listener.bodies]
     assert sum(a != b for a, b in itertools.pairwise(asked)) == 3
     assert len(asked) == 24
+
+
+def test_as_many_programs_run_at_once_as_the_frontend_says(listener, monkeypatch):
+    monkeypatch.setattr("cosched.frontend.PROGRAMS_AT_ONCE", 20)
+    listener.gate.clear()
+    arguments = [{"question": f"question {n}", "document": "document"} for n in range(30)]
+    backend = OfflineEndpoint(listener.base_url)
+    thread = threading.Thread(
+        target=answer_about.run_batch, args=(arguments,), kwargs={"backend": backend}
+    )
+    thread.start()
+    until(lambda: listener.num_waiting == 20)
+    listener.gate.set()
+    thread.join()
+    assert listener.max_waiting == 20 and len(listener.asked) == 30
