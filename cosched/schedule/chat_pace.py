@@ -9,7 +9,8 @@ A target is a ceiling. Below it an iteration is as long as the batch needs:
 Reading the weights and the KV hides the first hundreds of prompt tokens, so efficiency rises with
 the size of an iteration, in steps where kernels fill their tiles, and levels off: on a fast GPU far
 below the TPOT target. Of the sizes whose efficiency is within `cost` of the best one, the smallest
-is chosen. So chat decodes as fast as the batch can afford, and KV is held for a shorter time.
+is chosen. So chat decodes as fast as the batch can afford, and KV is held for a shorter time. Where
+batches do not mix, the time of a size is that of its prefills and of the decodes that follow.
 
 A job needs as many iterations as its longest reply has tokens. Where these are more than its
 prompts fill (`Course.is_pressed`), the prompts may as well be spread over them: `_PRESSED` of the
@@ -130,7 +131,7 @@ def paced_s(builder: PlanBuilder, course: Course, most_s: float, *, cost: float)
     # What chat gets of each second is the same at any pace: faster decodes are fewer at once.
     chat_per_s = len(builder.online.requests) / totals.num_decodes
     chat_per_s /= builder.view.mean_iteration_s or most_s
-    gains = efficiencies(predictor, totals, prompt, sizes, chat_per_s=chat_per_s)
+    gains = efficiencies(predictor, totals, prompt, _cycles(builder, totals, sizes), chat_per_s)
     given = max(cost, _PRESSED) if course.is_pressed else cost
     chosen_s = sizes[smallest(gains, given)][1]
     return chosen_s * _ROUNDED_UP if chosen_s < _NOTICED * most_s else most_s
@@ -141,7 +142,6 @@ def efficiencies(
     totals: BatchTotals,
     prompt: Prefill,
     sizes: Sequence[tuple[int, float]],
-    *,
     chat_per_s: float = 0.0,
 ) -> list[float]:
     """Of iterations with so many tokens of such prompts beside `totals`, that take so long [s]: the
@@ -153,6 +153,18 @@ def efficiencies(
     worth_s = price_s * totals.num_new + _worth_s(predictor, totals, price_s)
     chat = worth_s * chat_per_s
     return [(worth_s + price_s * num_new) / seconds - chat for num_new, seconds in sizes]
+
+
+def _cycles(
+    builder: PlanBuilder, totals: BatchTotals, sizes: Sequence[tuple[int, float]]
+) -> Sequence[tuple[int, float]]:
+    """Sizes with the time until the next such iteration: where batches do not mix, decodes have one
+    of their own in between."""
+    view = builder.view
+    if view.rules.mixed:
+        return sizes
+    alone_s = view.predictor.predict_s(totals.decodes_only())
+    return [(num_new, seconds + alone_s) for num_new, seconds in sizes]
 
 
 def smallest(gains: Sequence[float], cost: float) -> int:

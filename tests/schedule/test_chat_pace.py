@@ -39,14 +39,16 @@ class Gpu(Linear):
         return totals.num_new <= self.largest
 
 
-def builder_of(gpu, *, num_chats=30, num_batch=30, context=1000, num_waiting=1, **fields):
+def builder_of(
+    gpu, *, num_chats=30, num_batch=30, context=1000, num_waiting=1, mixed=True, **fields
+):
     chats = [decoding(online(f"c{i}", context)) for i in range(num_chats)]
     lines = [decoding(offline(f"o{i}", context)) for i in range(num_batch)]
     view = FakeView(
         predictor=gpu,
         running=(*chats, *lines),
         offline=[offline(f"w{i}", 100_000) for i in range(num_waiting)],
-        caps=make_caps(partial_decode=True, max_running_requests=512),
+        caps=make_caps(partial_decode=True, max_running_requests=512, mixed_batches=mixed),
         total_kv=10_000_000,
         mean_iteration_s=0.03,
         **fields,
@@ -62,6 +64,13 @@ def seconds(builder, cost=0.02, course=Course(num_plans=1)):  # noqa: B008  # im
 
 def test_where_long_iterations_gain_nothing_chat_is_far_below_its_target():
     assert seconds(builder_of(Gpu(fixed_s=0.0))) < 0.5 * TARGET_S
+
+
+def test_where_batches_do_not_mix_decodes_between_prefills_are_a_cost_of_each():
+    """Reading weights and KV hides no prompt tokens there: short prefills waste it."""
+    gpu = Gpu(fixed_s=0.0)
+    apart = builder_of(gpu, mixed=False)
+    assert seconds(apart) > 1.3 * seconds(builder_of(gpu))
 
 
 def test_where_each_iteration_costs_much_the_target_is_used():
