@@ -73,14 +73,15 @@ class Claims:
 
     def are_due(self, num_in_flight: int) -> bool:
         """Whether so few lines are at the scheduler that more are taken: a page at a time."""
-        return num_in_flight <= max(self._most - self._page, 0)
+        return num_in_flight <= max(self._most - self._page, self._config.low_watermark)
 
     def next(self, found: Sequence[Batch], here: Here) -> list[Claim]:
         """found: batches in progress, oldest first"""
         taken = self._store.num_taken()
         demands = [self._demand(batch, here, taken.get(batch.id, 0)) for batch in found]
         self._divide(found, here, num_taken=sum(taken.values()))
-        limits = shares(demands, num_free=self._most - here.num)
+        num_free = self._most - here.num
+        limits = shares(demands, num_free=0 if num_free < min(self._page, self._most) else num_free)
         num_left = {batch.id: batch.num_left for batch in found}
         tenants: dict[tuple[str, ...], list[Demand]] = {}
         for one in sorted(demands, key=lambda it: math.inf if it.due is None else it.due):

@@ -85,6 +85,21 @@ def answered(num_documents, num_batches, speeds, *, is_known=True):
     return servers
 
 
+def test_a_batch_that_comes_when_another_ends_begins_at_once():
+    with contextlib.closing(Database("sqlite://")) as database:
+        database.is_shared = True
+        store = BatchStore(database, clock=Clock())
+        store.join("me", lease_s=10**9)
+        claims = Claims(store, CONFIG, lambda owner, tenant: ONE_TENANT)
+        first = in_progress(store, [new_line(n, key(n)) for n in range(20)])
+        here = Here(in_flight={first: 10}, num_running=8, num_servers=2)
+        assert not claims.next(store.open(), here), "the other ten are for the other server"
+        in_progress(store, [new_line(n, key(n)) for n in range(1000)])
+        assert claims.are_due(here.num)
+        [claim] = claims.next(store.open(), here)
+        assert claim.limit == CONFIG.high_watermark - here.num
+
+
 @pytest.mark.parametrize(
     ("speeds", "is_known"), [((1.0, 0.6), True), ((1.0, 0.8, 0.5), True), ((1.0, 0.6), False)]
 )
