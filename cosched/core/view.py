@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import compress
@@ -25,6 +26,7 @@ __all__ = [
     "Progress",
     "StateSlots",
     "ToleranceHeadroom",
+    "TpotHeadroom",
     "View",
     "WindowKv",
 ]
@@ -158,18 +160,36 @@ class OfflineLimits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TpotHeadroom:
+    """What is left of a tolerance for TPOT.
+
+    share       of the baseline, as it is promised
+    saved_s     over the online requests that have ended: what was promised less what they had,
+                their sum; older ones fade [s]
+    usual_s     of `saved_s`, to begin with; 0: none has ended [s]
+    num_tokens  of their replies, in the mean
+    most_s      TPOT that one in a hundred may exceed; inf: not known yet [s]
+    """
+
+    share: float
+    saved_s: float = 0.0
+    usual_s: float = 0.0
+    num_tokens: float = 200.0
+    most_s: float = math.inf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ToleranceHeadroom:
     """How much offline work may lengthen iterations in tolerance mode, where online
     latency may exceed its isolated baseline by a share (`cosched.predict`).
 
     wait_s  of iterations in which online requests wait or compute their prompts [s]; None: TTFT has
             no tolerance
-    share   of iterations in which they decode, relative to their time without offline work; None:
-            TPOT has no tolerance
+    tpot    of iterations in which they decode; None: TPOT has no tolerance
     """
 
     wait_s: float | None = None
-    share: float | None = None
+    tpot: TpotHeadroom | None = None
 
 
 class Decodes(NamedTuple):

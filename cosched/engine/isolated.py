@@ -10,7 +10,7 @@ import msgspec
 from cosched.core.batch import BatchTotals
 from cosched.core.caps import EngineCaps
 from cosched.core.request import RequestClass
-from cosched.core.view import ToleranceHeadroom
+from cosched.core.view import ToleranceHeadroom, TpotHeadroom
 from cosched.engine import port
 from cosched.engine.tracked import TrackedRequest
 from cosched.predict.calibration import Calibrator
@@ -20,6 +20,10 @@ from cosched.predict.tolerance import LatencyComparison, Promise, ToleranceConfi
 _WAITS = 1.5
 """By how many times what offline work adds to an iteration a first token comes later, in the mean:
 half of the iteration that is under way, and its own. Once more where another is planned already."""
+
+
+_RECENT = 1 / 200
+"""Weight of a reply in the mean of their tokens."""
 
 
 class LatencyBeside(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,6 +80,8 @@ class IsolatedWatch:
         self._ttft, self._tpot = map(_comparison, (config.ttft, config.tpot))
         self._predictor = predictor
         self._num_cached = num_cached
+        self._num_tokens = 200.0
+        """Of a reply, in the mean; newer ones count more."""
         self._followed: set[str] = set()
         self._achieved: dict[str, tuple[float, float | None]] = {}
         """TTFT and TPOT of those that have ended here and not alone."""
@@ -105,6 +111,7 @@ class IsolatedWatch:
             self._baseline.ended(tracked.rid, 0)
             return
         tpot_s = (last_s - first_s) / (num_output - 1) if num_output > 1 else None
+        self._num_tokens += (num_output - self._num_tokens) * _RECENT
         if len(self._achieved) >= MOST_FOLLOWED:
             self._achieved.clear()
         self._achieved[tracked.rid] = first_s - tracked.arrival_s, tpot_s
@@ -141,7 +148,16 @@ class IsolatedWatch:
             return None
         return ToleranceHeadroom(
             wait_s=None if ttft is None else ttft.headroom * ttft.mean_baseline_s / self._waits,
-            share=None if tpot is None else tpot.headroom,
+            tpot=None if tpot is None else self._tpot_headroom(tpot),
+        )
+
+    def _tpot_headroom(self, promise: Promise) -> TpotHeadroom:
+        return TpotHeadroom(
+            share=promise.share,
+            saved_s=promise.saved_s,
+            usual_s=promise.usual_s,
+            num_tokens=self._num_tokens,
+            most_s=promise.most_s,
         )
 
     def state(self) -> IsolatedState:

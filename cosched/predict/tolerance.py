@@ -84,6 +84,8 @@ _LEAST_FOR_TAIL = 100
 _TAIL_EVERY = 10
 """Requests between two looks at p99."""
 
+_LEAST_LEFT = -10.0
+
 _TAIL_FROM = 0.5
 """Of the promised share: where p99 is that far up, headroom begins to shrink."""
 
@@ -116,8 +118,10 @@ class Promise(LatencyComparison):
     """One latency of the online requests, and what is promised of it.
 
         balance  = sum of (1 + share) * baseline - achieved, older requests fading
-        headroom = balance / horizon [mean baselines], at most `_MOST_HEADROOM` shares, and less as
-                  p99 of the achieved nears (1 + share) * p99 of the baseline
+        headroom = balance / horizon [mean baselines], at most `_MOST_HEADROOM` shares; above one
+                  share less as p99 of the achieved nears (1 + share) * p99 of the baseline
+
+    One share of a mean is too little to move p99.
 
     A request that took what was promised leaves the balance as it is. So the mean settles where it
     was promised to be, whatever delays them: long iterations, predictions that are off,
@@ -132,7 +136,11 @@ class Promise(LatencyComparison):
         self._balance_s = 0.0
         self._baseline_s = 0.0
         self._weight = 0.0
-        self._tail_headroom = 1.0
+        self._left_to_tail = 1.0
+        """Of the share by which p99 may be up; below 0: p99 is beyond it."""
+        self.most_s = math.inf
+        """Latency that one in a hundred may exceed: the more p99 is up, the less. inf: not known
+        yet [s]."""
 
     def judge(self, *, baseline_s: float, achieved_s: float) -> None:
         """The latency of a request in the isolated baseline, and its own [s]."""
@@ -146,7 +154,7 @@ class Promise(LatencyComparison):
         saved_s = (1 + self.share) * baseline_s - achieved_s
         self._balance_s = min(kept * self._balance_s + saved_s, most_s)
         if not self.num % _TAIL_EVERY:
-            self._tail_headroom = self._left_to_tail()
+            self._look_at_tail()
 
     @property
     def mean_baseline_s(self) -> float:
@@ -160,15 +168,26 @@ class Promise(LatencyComparison):
         if not self._weight:
             return self.share
         headroom = self._balance_s / (_HORIZON * self.mean_baseline_s)
-        return min(max(headroom, 0.0), _MOST_HEADROOM * self.share) * self._tail_headroom
+        saved = max(headroom - self.share, 0.0) * max(self._left_to_tail, 0.0)
+        return min(max(headroom, 0.0), self.share) + saved
 
-    def _left_to_tail(self) -> float:
+    @property
+    def saved_s(self) -> float:
+        """The balance [s]."""
+        return self._balance_s
+
+    @property
+    def usual_s(self) -> float:
+        """The balance to begin with; 0.0: nothing is known yet [s]."""
+        return self.share * _HORIZON * self.mean_baseline_s
+
+    def _look_at_tail(self) -> None:
         baseline_s, achieved_s = self.tails_s
         if self.num < _LEAST_FOR_TAIL or not baseline_s or not achieved_s:
-            return 1.0
+            return
         used = (achieved_s / baseline_s - 1) / self.share
-        left = (1 - used) / (1 - _TAIL_FROM)
-        return 0.0 if math.isnan(left) else min(max(left, 0.0), 1.0)
+        self._left_to_tail = min(max((1 - used) / (1 - _TAIL_FROM), _LEAST_LEFT), 1.0)
+        self.most_s = (1 + self.share * self._left_to_tail) * baseline_s
 
 
 _STEP = math.log1p(0.0025)

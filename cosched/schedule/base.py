@@ -172,7 +172,12 @@ class GroupPolicy(Policy[State], Protocol[State]):
 
 class Pace(Protocol):
     """How much of the time of an iteration each phase may take, given what the builder's ledger
-    has already. It changes nothing."""
+    has already. It changes nothing.
+
+    admits  offline requests may be admitted although decodes of others pause
+    """
+
+    admits: bool
 
     def online_tokens(self, num_cached: int, limit: int) -> int:
         """Most prompt tokens, up to `limit`, of an online prefill that fit."""
@@ -198,6 +203,8 @@ class Pace(Protocol):
 
 class Unlimited:
     """No limit on time."""
+
+    admits = False
 
     def online_tokens(self, num_cached: int, limit: int) -> int:
         return limit

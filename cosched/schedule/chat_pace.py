@@ -119,7 +119,7 @@ def paced_s(builder: PlanBuilder, course: Course, most_s: float, *, cost: float)
     predictor = builder.view.predictor
     if not totals.num_decodes or predictor.predict_s(totals) >= most_s:
         return most_s
-    prompt = _next_prompt(builder)
+    prompt = next_prompt(builder)
     if prompt is None:
         return most_s
     sizes = sizes_up_to(predictor, totals, prompt, most_s)
@@ -149,10 +149,10 @@ def efficiencies(
 
     chat_per_s  share of the decodes that is chat's, in each second
     """
-    price_s = _price_s(predictor, prompt)
-    worth_s = price_s * totals.num_new + _worth_s(predictor, totals, price_s)
-    chat = worth_s * chat_per_s
-    return [(worth_s + price_s * num_new) / seconds - chat for num_new, seconds in sizes]
+    token_s = price_s(predictor, prompt)
+    worth = token_s * totals.num_new + worth_s(predictor, totals, token_s)
+    chat = worth * chat_per_s
+    return [(worth + token_s * num_new) / seconds - chat for num_new, seconds in sizes]
 
 
 def _cycles(
@@ -174,19 +174,22 @@ def smallest(gains: Sequence[float], cost: float) -> int:
     return next(place for place, gain in enumerate(gains) if gain >= least)
 
 
-def _next_prompt(builder: PlanBuilder) -> Prefill | None:
-    """What an offline request computes next; None: none waits."""
+def next_prompt(builder: PlanBuilder) -> Prefill | None:
+    """What an offline request computes next; None: none waits. The last tokens of a prompt say
+    nothing of those that follow them."""
     view = builder.view
-    for request in builder.unfinished():
-        if request.request_class is RequestClass.OFFLINE:
-            num_cached = request.num_computed_tokens
-            return Prefill(max(num_tokens_of(request) - num_cached, 1), num_cached)
+    unfinished = [r for r in builder.unfinished() if r.request_class is RequestClass.OFFLINE]
+    for request in unfinished:
+        num_cached = request.num_computed_tokens
+        num_new = num_tokens_of(request) - num_cached
+        if num_new >= _SIZES[0]:
+            return Prefill(num_new, num_cached)
     if view.num_offline:
         for requests in view.offline_order().candidates(1):
             for request in requests:
                 num_cached = view.match(request).cached
                 return Prefill(max(num_tokens_of(request) - num_cached, 1), num_cached)
-    return None
+    return Prefill(num_tokens_of(unfinished[0]), 0) if unfinished else None
 
 
 def sizes_up_to(
@@ -206,7 +209,7 @@ def sizes_up_to(
     return sizes or [(_LEAST, predictor.predict_s(_beside(totals, _LEAST, prompt)))]
 
 
-def _price_s(predictor: Predictor, prompt: Prefill) -> float:
+def price_s(predictor: Predictor, prompt: Prefill) -> float:
     """Time of a prompt token in the largest iteration known, up to `_LARGE` of them [s]."""
     num_new = _LARGE
     alone = _beside(BatchTotals(), num_new, prompt)
@@ -216,13 +219,14 @@ def _price_s(predictor: Predictor, prompt: Prefill) -> float:
     return predictor.predict_s(alone) / num_new
 
 
-def _worth_s(predictor: Predictor, totals: BatchTotals, price_s: float) -> float:
-    """Of the decodes: reading their KV, and a token of each through the layers [s]."""
+def worth_s(predictor: Predictor, totals: BatchTotals, token_s: float) -> float:
+    """Of the decodes: reading their KV, and a token of each through the layers [s]. token_s: price
+    of a prompt token."""
     decodes = totals.decodes_only()
     empty = BatchTotals()
     empty.add_decodes([1] * decodes.num_decodes)
     reading_s = predictor.predict_s(decodes) - predictor.predict_s(empty)
-    return max(reading_s, 0.0) + decodes.num_decodes * price_s
+    return max(reading_s, 0.0) + decodes.num_decodes * token_s
 
 
 def _beside(totals: BatchTotals, num_new: int, prompt: Prefill) -> BatchTotals:

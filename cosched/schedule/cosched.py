@@ -79,7 +79,8 @@ from cosched.schedule.phases import (
     victims_for,
 )
 from cosched.schedule.tiers import first_late, next_credits, tiers_in_order
-from cosched.schedule.time_budget import TimeBudget
+from cosched.schedule.time_budget import OfflinePart, TimeBudget
+from cosched.schedule.tolerated import Spent, tolerated
 from cosched.schedule.turns import Turn, next_turn
 
 GAPS = 3.0
@@ -103,12 +104,14 @@ class Past(msgspec.Struct, frozen=True, kw_only=True):
     turns    of each tier
     credits  of each tier (`cosched.schedule.tiers`)
     course   of the offline work
+    spent    of a tolerance
     idle_s   what offline prefills' waiting for company has cost (`Turn`) [s]
     """
 
     turns: tuple[LateTurn, ...] = (LateTurn(),)
     credits: tuple[float, ...] = (0.0,)
     course: Course = Course()
+    spent: Spent = Spent()
     idle_s: float = 0.0
 
 
@@ -196,7 +199,9 @@ class CoschedPolicy:
         budget = self._time_budget(deadlines, prefills, order, view, offline_s)
         if options.paced and self._may_pace(view):
             cost = self._settings.budgets.chat_pace
-            budget.paced_s = partial(paced_s, builder, state.course, cost=cost)
+            budget.paced = partial(_paced, builder, state.course, cost)
+        elif (headroom := view.tolerance_headroom) is not None and headroom.tpot is not None:
+            budget.paced = partial(tolerated, builder, state.spent, headroom.tpot)
         turn = Turn(alone=False)
         if options.turns:
             turn = next_turn(builder, deadlines, order, offline_s=offline_s, idle_s=state.idle_s)
@@ -222,6 +227,7 @@ class CoschedPolicy:
             turns=tuple(turns),
             credits=next_credits(self._settings.tiers, state.credits, ranks, builder),
             course=state.course.after(builder),
+            spent=state.spent.after(builder, budget.alone_s),
             idle_s=0.0 if plan.prefill else turn.idle_s,
         )
 
@@ -303,6 +309,12 @@ class CoschedPolicy:
         bound_s = self._settings.budgets.late_bound * deadlines.ttft_s(oldest)
         left = max(1 - (view.start_s - oldest.arrival_s) / bound_s, 0.0)
         return oldest.rid if turn.num_due >= (LATE_TURN - 1) * left else ""
+
+
+def _paced(
+    builder: PlanBuilder, course: Course, cost: float, most_s: float, alone_s: float
+) -> OfflinePart:
+    return OfflinePart(paced_s(builder, course, most_s, cost=cost))
 
 
 def _make_way(builder: PlanBuilder, tiers: Sequence[_TierOrder]) -> None:

@@ -198,10 +198,7 @@ class Deadlines:
             # A request that arrives finds it running; no iteration is shorter than the shortest.
             least_s = _LEAST_IDLE * shortest_s(self._builder.view.predictor)
             return math.inf if headroom.wait_s is None else max(headroom.wait_s, least_s)
-        added_s = math.inf if headroom.wait_s is None else headroom.wait_s
-        if headroom.share is not None and self.slacks.contexts:
-            added_s = min(added_s, headroom.share * online_s)
-        return online_s + added_s
+        return math.inf if headroom.wait_s is None else online_s + headroom.wait_s
 
     def prefill_slacks(self, prefills: Iterable[Request]) -> PrefillSlacks:
         """prefills: online requests without a first token whose targets count, in the order in
@@ -303,7 +300,7 @@ class Deadlines:
             offline_s=others.bound_offline(min(offline_s, most_s)),
             beside_online=beside,
             longer_s=None if headroom is None else partial(self._longer_s, headroom),
-            rides=headroom is None or headroom.wait_s is None or headroom.share is not None,
+            rides=headroom is None or headroom.wait_s is None or headroom.tpot is not None,
             pieces_s=others.taken_s if in_pieces else None,
         )
 

@@ -323,7 +323,7 @@ def _prefill_offline(builder: PlanBuilder, pace: Pace, steps: Steps) -> None:
             )
     order = builder.view.offline_order()
     # Running requests come before waiting ones, which would only take their memory.
-    reason = SkipReason.LATENCY_BUDGET if builder.paused else None
+    reason = SkipReason.LATENCY_BUDGET if builder.paused and not pace.admits else None
     if owes_recomputing(builder):
         reason = SkipReason.RECOMPUTE_DEBT
     if reason is not None:

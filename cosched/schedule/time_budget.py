@@ -6,6 +6,7 @@ import math
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,6 +26,19 @@ _TILES = (64, 128, 256)
 
 _PIECES = (128, 256, 384, 512)
 """Tokens of an iteration with a piece of an online prompt, decodes among them."""
+
+
+class OfflinePart(NamedTuple):
+    """What offline work may take of an iteration.
+
+    seconds      how long it may be [s]
+    num_decodes  most offline decodes
+    admits       prompts may begin although decodes pause
+    """
+
+    seconds: float
+    num_decodes: int = sys.maxsize
+    admits: bool = False
 
 
 class TimeBudget:
@@ -62,21 +76,27 @@ class TimeBudget:
         self.offline_s = offline_s
         self._beside_online = beside_online
         self._longer_s = longer_s
-        self.paced_s: Callable[[float], float] | None = None
-        """Most time of an iteration with offline work -> how long it should be [s]; None: as long
-        as it may."""
+        self.paced: Callable[[float, float], OfflinePart] | None = None
+        """Most time of an iteration with offline work, and its time without [s] -> how long it
+        should be; None: as long as it may."""
+        self.alone_s = 0.0
+        """Without offline work."""
+        self._most_decodes = sys.maxsize
+        self.admits = False
         self._rides = rides
         self._pieces_s = pieces_s
         self._most_online: int | None = None
         self._most_tokens: int | None = None
 
     def begin_offline(self) -> None:
+        self.alone_s = self._ledger.seconds()
         if not self._rides and self._ledger.totals.num_new:
             self.offline_s = 0.0
         if self._longer_s is not None:
-            self.offline_s = min(self.offline_s, self._longer_s(self._ledger.seconds()))
-        if self.paced_s is not None:
-            self.offline_s = self.paced_s(self.offline_s)
+            self.offline_s = min(self.offline_s, self._longer_s(self.alone_s))
+        if self.paced is not None:
+            part = self.paced(self.offline_s, self.alone_s)
+            self.offline_s, self._most_decodes, self.admits = part
 
     def limits(self) -> Mapping[str, float]:
         limits = {"online": self.online_s, "offline": self.offline_s}
@@ -165,10 +185,13 @@ class TimeBudget:
         return self._predictor.predict_s(trial)
 
     def decodes_fit(self, contexts: Sequence[int]) -> bool:
+        if len(contexts) > self._most_decodes:
+            return False
         return self._ledger.seconds_with_decodes(contexts) <= self.offline_s
 
     def offline_decodes(self, contexts: Sequence[int]) -> int:
-        if self.decodes_fit(contexts):
+        contexts = contexts[: self._most_decodes]
+        if not contexts or self.decodes_fit(contexts):
             return len(contexts)
         totals, trial = self._ledger.totals, self._ledger.totals.copy()
         column = np.array(contexts, dtype=np.int64)

@@ -8,7 +8,7 @@ import pytest
 from cosched.core.estimates import LengthEstimate
 from cosched.core.plan import SkipReason
 from cosched.core.request import Slo, Traits
-from cosched.core.view import Match
+from cosched.core.view import Match, TpotHeadroom
 from cosched.core.view import ToleranceHeadroom as Headroom
 from cosched.pool.prefix_pool import PoolConfig, PrefixPool
 from cosched.schedule.base import Budgets, PolicySettings
@@ -293,6 +293,11 @@ def test_nobody_waits_for_ever_while_there_is_always_somebody_due():
         waits = [r for r in waits if plan.prefill.get(r.rid, 0) < 900]
 
 
+def room_of(room):
+    """So much of what a promise for TPOT begins with is left."""
+    return TpotHeadroom(share=0.05, saved_s=room, usual_s=1.0)
+
+
 def beside_decodes(headroom, **fields):
     """(seconds without offline work, seconds with it) of the iteration that is planned."""
     running = tuple(replying(f"run{i}", num_tokens=30, ago_s=0.3) for i in range(4))
@@ -305,25 +310,22 @@ def beside_decodes(headroom, **fields):
 def test_offline_work_lengthens_iterations_beside_decodes_by_no_more_than_the_headroom():
     alone_s, free_s = beside_decodes(None)
     assert free_s > 2 * alone_s
-    for headroom, most_s in (
-        (Headroom(share=0.5), 1.5 * alone_s),
-        (Headroom(wait_s=0.003), alone_s + 0.003),
-        (Headroom(share=0.5, wait_s=0.003), alone_s + min(0.5 * alone_s, 0.003)),
-    ):
+    for headroom in (Headroom(wait_s=0.003), Headroom(wait_s=0.003, tpot=room_of(10.0))):
         _, seconds = beside_decodes(headroom)
-        assert alone_s < seconds <= most_s + 1e-9
+        assert alone_s < seconds <= alone_s + 0.003 + 1e-9
     assert beside_decodes(Headroom(wait_s=0.0))[1] == alone_s
-    assert beside_decodes(Headroom(share=0.0))[1] == alone_s
-    assert beside_decodes(Headroom(share=100.0))[1] == free_s, "targets stay in force"
+    assert beside_decodes(Headroom(tpot=room_of(0.0)))[1] == alone_s
+    assert alone_s < beside_decodes(Headroom(tpot=room_of(100.0)))[1] <= free_s
 
 
 def test_what_decodes_offline_pauses_where_there_is_no_headroom():
     jobs = [decoding(offline(f"job{i}", 100, max_new_tokens=50), 5) for i in range(8)]
     view = view_of(
-        running=(replying(num_tokens=30, ago_s=0.3), *jobs), tolerance_headroom=Headroom(share=0.02)
+        running=(replying(num_tokens=30, ago_s=0.3), *jobs),
+        tolerance_headroom=Headroom(tpot=room_of(0.0)),
     )
     plan, _ = planned(view)
-    assert 0 < len(plan.paused) < len(jobs) and "run" not in plan.paused
+    assert set(plan.paused) == {job.rid for job in jobs}
     assert not planned(replace(view, tolerance_headroom=None))[0].paused
 
 
@@ -332,7 +334,7 @@ def test_prompts_are_not_cut_for_decodes_where_a_share_of_ttft_is_promised():
     cut, _ = planned(view)
     whole, _ = planned(replace(view, tolerance_headroom=Headroom(wait_s=0.001)))
     assert cut.prefill["new"] < 3000 == whole.prefill["new"]
-    only_tpot, _ = planned(replace(view, tolerance_headroom=Headroom(share=0.05)))
+    only_tpot, _ = planned(replace(view, tolerance_headroom=Headroom(tpot=room_of(1.0))))
     assert only_tpot.prefill == cut.prefill
 
 
@@ -340,10 +342,10 @@ def test_offline_work_does_not_ride_with_prompts_where_a_share_of_ttft_alone_is_
     jobs = [decoding(offline(f"job{i}", 100, max_new_tokens=50), 5) for i in range(8)]
     running = (replying(num_tokens=30, ago_s=0.3), *jobs)
     view = view_of(running=running, online=[chat("new", 100)])
-    both = Headroom(wait_s=0.05, share=1.0)
+    both = Headroom(wait_s=0.05, tpot=room_of(10.0))
     for headroom, rides in (
         (None, True),
-        (Headroom(share=1.0), True),
+        (Headroom(tpot=room_of(10.0)), True),
         (both, True),
         (Headroom(wait_s=0.05), False),
     ):
@@ -358,7 +360,9 @@ def test_prompts_are_cut_as_ever_where_somebody_is_late():
     queue = [chat("late", 500, age_s=3.0), chat("due", 3000, seq=1)]
     view = view_of(running=(replying(num_tokens=2),), online=queue)
     plan, _ = planned(view)
-    promised, _ = planned(replace(view, tolerance_headroom=Headroom(wait_s=0.001, share=0.05)))
+    promised, _ = planned(
+        replace(view, tolerance_headroom=Headroom(wait_s=0.001, tpot=room_of(1.0)))
+    )
     assert promised.prefill == plan.prefill and promised.prefill["due"] < 3000
 
 
@@ -370,7 +374,7 @@ def test_an_idle_engine_takes_short_steps_so_that_who_comes_does_not_wait():
         for headroom in (None, Headroom(wait_s=0.001))
     )
     assert 0 < careful.num_prefill_tokens < free.num_prefill_tokens / 5
-    assert planned(replace(view, tolerance_headroom=Headroom(share=0.02)))[0] == free, (
+    assert planned(replace(view, tolerance_headroom=Headroom(tpot=room_of(0.4))))[0] == free, (
         "nothing was promised of TTFT"
     )
 

@@ -31,6 +31,8 @@ class Within:
     beside   entries to whose decodes an online prompt that does not fit whole leaves time
     """
 
+    admits = False
+
     def __init__(
         self, builder: PlanBuilder, limit_s: float, *, beside: Sequence[Entry] = ()
     ) -> None:
