@@ -361,7 +361,7 @@ class Running:
         places = self.places[request_class]
         contexts = (self._computed[places] + 1).tolist()
         arrivals = self.columns[_Column.ARRIVAL, places].tolist()
-        return Decodes(self._owners[self.rows[places]].tolist(), contexts, arrivals)
+        return Decodes(_Owners(self._owners, self.rows[places]), contexts, arrivals)
 
     def own(self) -> dict[RequestClass, int]:
         """KV tokens of each class outside the tree."""
@@ -446,25 +446,27 @@ class Running:
 
 
 class _Owners(Sequence[TrackedRequest]):
-    """Most plans ask only how many there are: the requests are fetched when they are asked for."""
+    """Most plans ask how many there are, and for few of them: a request is read from memory when
+    it is asked for."""
 
     def __init__(self, owners: Any, rows: Any) -> None:
         self._owners = owners
         self._rows = rows
 
-    @cached_property
-    def _requests(self) -> list[TrackedRequest]:
-        found: list[TrackedRequest] = self._owners[self._rows].tolist()
-        return found
-
     def __len__(self) -> int:
         return len(self._rows)
 
     def __iter__(self) -> Iterator[TrackedRequest]:
-        return iter(self._requests)
+        return iter(self[:])
 
     def __getitem__(self, place: Any) -> Any:
-        return self._requests[place]
+        found = self._owners[self._rows[place]]
+        return found.tolist() if isinstance(place, slice) else found
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self[:] == [*other]
+
+    __hash__ = None  # type: ignore[assignment]  # as a list
 
 
 def _loans(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -156,11 +156,7 @@ class SchedulerView:
 
     def can_pause(self, request: Request) -> bool:
         """A request that is about to end cannot pause: the engine would not see its end."""
-        return self.rules.partial and request not in self._ending
-
-    @cached_property
-    def _ending(self) -> Set[Request]:
-        return {req.cosched for req in port.ending(self._batch.reqs)}
+        return self.rules.partial and not port.is_ending(_req(request))
 
     @property
     def online(self) -> Iterable[TrackedRequest]:

@@ -306,11 +306,12 @@ def _decode_fitting(builder: PlanBuilder, pace: Pace, steps: Steps, decodes: Dec
     running, reads = decodes.requests, builder.reads_of(decodes)
     if builder.view.rules.partial and not pace.decodes_fit(reads):
         places = steps.decode_order(decodes)
-        running, reads = [running[i] for i in places], [reads[i] for i in places]
+        reads = [reads[i] for i in places]
         num_fitting = pace.offline_decodes(reads)
-        decoding, reads = running[:num_fitting], reads[:num_fitting]
-        unheld = builder.pause_all(running[num_fitting:])
+        reads = reads[:num_fitting]
+        unheld = builder.pause_all([running[i] for i in places[num_fitting:]])
         if unheld:
+            decoding = [running[i] for i in places[:num_fitting]]
             reads = builder.reads_of(Decodes.of([*decoding, *unheld]))
     builder.ledger.add_decodes(reads)
 

@@ -20,7 +20,7 @@ from sglang.srt.utils.common import async_h2d
 
 from cosched.engine.port.batch import decodes_of
 from cosched.engine.port.penalties import copy_for_part, copy_rows
-from cosched.engine.port.request import ending
+from cosched.engine.port.request import is_ending
 
 
 class SplitBatch:
@@ -69,8 +69,7 @@ class SplitBatch:
 def split(running_batch: Any, held: Set[str]) -> SplitBatch | None:
     """Divide a running batch (see `port.can_pause`). None if nothing is paused: requests that are
     about to end are not."""
-    reqs = running_batch.reqs
-    held = {req.rid for req in reqs if req.rid in held} - {req.rid for req in ending(reqs)}
+    held = {req.rid for req in running_batch.reqs if req.rid in held and not is_ending(req)}
     return SplitBatch(running_batch, held) if held else None
 
 

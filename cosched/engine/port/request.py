@@ -121,9 +121,9 @@ def is_under_way(req: Any) -> bool:
     return req.finished_reason is None
 
 
-def ending(reqs: Iterable[Any]) -> list[Any]:
-    """Those that were aborted and end with the present iteration."""
-    return [req for req in reqs if req.to_finish is not None]
+def is_ending(req: Any) -> bool:
+    """Whether it was aborted and ends with the present iteration."""
+    return req.to_finish is not None
 
 
 def is_aborted(req: Any) -> bool:
