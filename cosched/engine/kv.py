@@ -368,7 +368,7 @@ class KvManager:
         """What the memory is used for now. What unused KV in a large tree is good for is as old as
         the latest count."""
         self._uses.look(self.leaves.now_s)
-        own, tree, scheduler = self._own_tokens(), self.kv_tree, self._scheduler
+        own, mirror, scheduler = self._own_tokens(), self.kv_tree, self._scheduler
         evicted, (saved, parted) = self.core.evicted, bidirectional.savings(scheduler)
         host = None
         if isinstance(self.core, HostedTreeCore):
@@ -382,9 +382,9 @@ class KvManager:
             )
         return KvOccupancy(
             free=port.kv_free(scheduler),
-            running_online=tree.num_held_online + own[RequestClass.ONLINE],
-            running_offline=tree.num_held_offline + own[RequestClass.OFFLINE],
-            **dealt(tree.num_evictable, self._uses.on_device, "returning", "referenced"),
+            running_online=mirror.num_held_online + own[RequestClass.ONLINE],
+            running_offline=mirror.num_held_offline + own[RequestClass.OFFLINE],
+            **dealt(mirror.num_evictable, self._uses.on_device, "returning", "referenced"),
             kept=self.online_reservation,
             evicted_online=evicted["online"],
             evicted_offline=evicted["offline"],

@@ -97,10 +97,10 @@ def test_repeats_give_the_median_and_disagreement_is_discarded(tmp_path):
     assert np.mean(errors) < 0.02
     wild = measure(
         *("--write", str(tmp_path / "b.json"), "--virtual", *MACHINE, "--noise", "0.13"),
-        *("--batches", "60", "--repeats", "3"),
+        *("--batches", "90", "--repeats", "3"),
     )
     assert wild["about"]["num_discarded"] > 1
-    assert wild["num_points"] + wild["about"]["num_discarded"] == 60
+    assert wild["num_points"] + wild["about"]["num_discarded"] == 90
 
 
 def test_a_live_engine_is_measured_and_starts_from_its_profile(tiny_model, tmp_path):
