@@ -76,13 +76,14 @@ class IsolatedWatch:
             max_running_requests=caps.max_running_requests,
             page_size=caps.page_size,
             overlaps=overlaps,
+            num_output=lambda rid: self._followed[rid].num_output_tokens,
         )
         self._ttft, self._tpot = map(_comparison, (config.ttft, config.tpot))
         self._predictor = predictor
         self._num_cached = num_cached
         self._num_tokens = 200.0
         """Of a reply, in the mean; newer ones count more."""
-        self._followed: set[str] = set()
+        self._followed: dict[str, TrackedRequest] = {}
         self._achieved: dict[str, tuple[float, float | None]] = {}
         """TTFT and TPOT of those that have ended here and not alone."""
 
@@ -92,7 +93,7 @@ class IsolatedWatch:
             return
         if len(self._followed) >= MOST_FOLLOWED:
             self._followed.clear()
-        self._followed.add(tracked.rid)
+        self._followed[tracked.rid] = tracked
         self._baseline.arrived(
             tracked.rid,
             tracked.arrival_s,
@@ -104,7 +105,7 @@ class IsolatedWatch:
         """A request has ended."""
         if tracked.rid not in self._followed:
             return
-        self._followed.remove(tracked.rid)
+        del self._followed[tracked.rid]
         first_s, last_s = tracked.first_token_s, tracked.last_token_s
         num_output = tracked.num_output_tokens
         if port.is_aborted(tracked.req) or first_s is None or last_s is None:

@@ -10,6 +10,9 @@ of them unfinished; all that run decode together. With the overlap scheduler a b
 when the one before the last is done, so an arriving request waits for up to two of them, and a
 request that has ended is in one more batch.
 
+How long a reply is becomes known when it ends, later than it would have ended alone. So no decode
+is simulated that has not been seen: time waits for it (`num_output`).
+
 Not modelled: KV memory (no request waits for it), what the prefix cache would have held in place of
 what it holds, and preemption.
 """
@@ -96,9 +99,14 @@ class IsolatedBaseline:
         max_running_requests: int,
         page_size: int = 1,
         overlaps: bool = True,
+        num_output: Callable[[str], int] | None = None,
     ) -> None:
-        """The limits of the engine as `EngineCaps` has them. overlaps: its scheduler plans an
-        iteration while another one runs."""
+        """The limits of the engine as `EngineCaps` has them.
+
+        overlaps    its scheduler plans an iteration while another one runs
+        num_output  tokens that a request has had so far; None: it may have any number
+        """
+        self._num_output = num_output
         self._most_chunk = math.inf if max_chunk_tokens is None else max_chunk_tokens
         self._most_input = max_prefill_tokens
         self._most_running = max_running_requests
@@ -120,6 +128,8 @@ class IsolatedBaseline:
         """Of all that run: tokens of their contexts before decode iteration 0, had they run."""
         self._longest: int | None = 0
         """The largest of these; None: to be computed."""
+        self._last_seen = -1
+        """The last decode iteration that gives no token that has not been seen."""
         self._ends: list[tuple[int, int, _Request]] = []
         """(number of the decode iteration that gives the last token, place, request)."""
         self._num_ends = 0
@@ -170,6 +180,8 @@ class IsolatedBaseline:
                 self._now_s = max(self._now_s, self._waiting[0].arrival_s)
             if self._now_s > until_s:
                 return
+            if self._must_wait():
+                return
             batch = self._plan(predict_s)
             if batch is not None:
                 self._in_flight.append(batch)
@@ -187,10 +199,25 @@ class IsolatedBaseline:
             return True
         return bool(self._waiting) and self._waiting[0].arrival_s <= self._now_s
 
-    def _plan(self, predict_s: Callable[[BatchTotals], float]) -> _Batch | None:
+    def _must_wait(self) -> bool:
+        """The next iteration might be a decode that has not been seen."""
         for request in self._joining:
             self._join(request)
         self._joining = []
+        if self._num_output is None or self._num_decodes <= self._last_seen:
+            return False
+        # Its first token is that of the prefill, the second that of its first decode.
+        self._last_seen = min(
+            (
+                request.first_decode + self._num_output(request.rid) - 2
+                for request in self._running.values()
+                if request.num_output is None
+            ),
+            default=self._num_decodes,
+        )
+        return self._num_decodes > self._last_seen
+
+    def _plan(self, predict_s: Callable[[BatchTotals], float]) -> _Batch | None:
         totals = BatchTotals()
         firsts = self._add_prefills(totals)
         decode = None
@@ -266,6 +293,7 @@ class IsolatedBaseline:
         if request.is_over:
             return
         request.first_decode = self._num_decodes
+        self._last_seen = min(self._last_seen, self._num_decodes - 1)
         request.is_running = True
         self._running[request.rid] = request
         offset = request.num_context - request.first_decode

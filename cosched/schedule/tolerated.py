@@ -35,9 +35,6 @@ _ENOUGH = 64
 """Offline requests that decode together about as efficiently as more would: with so many running no
 prompt is begun, which would hold KV and wait."""
 
-_PARTS = (0, 4, 2, 1)
-"""Of the running offline requests none, a quarter, half or all decode."""
-
 _ANY_PROMPT = Prefill(2048, 0)
 """Where none waits: what its tokens would cost is what those of decodes are worth."""
 
@@ -114,7 +111,8 @@ def _choices(builder: PlanBuilder, most_s: float) -> Iterator[tuple[OfflinePart,
     token_s = price_s(predictor, prompt or _ANY_PROMPT)
     if prompt is not None and not _may_go_on(builder, num_running):
         prompt = None
-    for num in sorted({num_running // part if part else 0 for part in _PARTS}):
+    # None of them decodes, or all, half, a quarter, and so on.
+    for num in (0, *(num_running >> halved for halved in range(num_running.bit_length()))):
         beside, alone = totals.copy(), BatchTotals()
         for one in (beside, alone):
             one.add_decodes([context] * num)

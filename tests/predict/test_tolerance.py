@@ -149,6 +149,41 @@ def test_followers_are_bounded(monkeypatch):
     assert served_by(alone).keys() == {"10", "11"}
 
 
+def test_replies_that_last_longer_than_they_would_alone_do_not_crowd_the_baseline():
+    """How long they are becomes known when they end. Until then they would decode on and on."""
+    chance = random.Random(3)
+
+    def predict_s(totals: BatchTotals) -> float:
+        return 0.01 + 1e-4 * totals.num_new + 2e-3 * totals.num_decodes
+
+    requests = {
+        str(index): (0.1 * index + 0.05 * chance.random(), chance.randrange(1, 60))
+        for index in range(60)
+    }
+    progress = dict.fromkeys(requests, 0)
+    expected, seen = alone_of(), alone_of(num_output=progress.__getitem__)
+    for rid, (arrival_s, num_output) in requests.items():
+        expected.arrived(rid, arrival_s, num_prompt=100)
+        expected.ended(rid, num_output)
+    expected.advance(100.0, predict_s)
+    arrivals, served = dict(requests), []
+    for step in range(3000):
+        now_s = 0.01 * step
+        for rid, (arrival_s, num_output) in requests.items():
+            if arrival_s > now_s:
+                continue
+            if arrivals.pop(rid, None):
+                seen.arrived(rid, arrival_s, num_prompt=100)
+            before = progress[rid]
+            progress[rid] = min(int((now_s - arrival_s) / 0.15), num_output)  # slower than alone
+            if before < progress[rid] == num_output:
+                seen.ended(rid, num_output)
+        seen.advance(now_s, predict_s)
+        served += seen.pop_served()
+    assert len(served) == len(requests)
+    assert {one.rid: one for one in served} == {one.rid: one for one in expected.pop_served()}
+
+
 def test_the_cost_of_following_is_that_of_its_iterations():
     asked = []
 

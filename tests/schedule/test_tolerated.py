@@ -61,6 +61,14 @@ def test_offline_decodes_wait_for_an_hour_with_few_chats():
     assert many == 0
 
 
+def test_a_few_replies_about_long_documents_decode_where_many_do_not_fit():
+    gpu = Gpu(kv_s=1e-7, weights_s=0.0)
+    builder = builder_of(gpu, num_batch=_ENOUGH, num_waiting=0)
+    alone_s = builder.ledger.seconds()
+    found = part(builder, with_room(100.0), most_s=alone_s + 3 * gpu.kv_s * 1001)
+    assert found.num_decodes == 2
+
+
 def test_no_reply_is_made_slower_than_one_in_a_hundred_is_alone():
     builder = builder_of(GPU)
     alone_s = builder.ledger.seconds()
