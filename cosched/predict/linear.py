@@ -40,8 +40,11 @@ _OUTLIER_DEVIATIONS, _OUTLIER_LEAST = 6.0, 0.25
 """A batch is left out when a first fit misses it by more than this number of deviations of all
 errors and more than this share of its prediction."""
 _LEAST_LEVEL = 1e-3
-"""Least time of an iteration, as a share of the shortest one measured."""
+"""Least time of an iteration, as a share of the shortest ones measured."""
 _LEAST_POINTS = 16
+_LEAST_SHARE = 0.1
+_FEW = 20
+"""One batch in so many may have been measured much too short."""
 
 
 def _amounts(totals: TotalsTable, *, has_prefills: bool) -> tuple[FloatArray, ...]:
@@ -112,18 +115,21 @@ class PhaseCosts:
         tokens = _padded(table.num_new + table.num_decodes, graphs)
         segments = _segments(tokens, _knots(graphs))
         features = np.array([*segments, *_amounts(table, has_prefills=has_prefills)])
+        # Where a result is seen late, the next iteration is measured as next to nothing: such times
+        # would weigh more than all others together.
+        least = float(np.sort(seconds)[len(seconds) // _FEW]) / 2
         yield
-        found = yield from _ridge_fit(features, seconds, 1 / seconds)
+        found = yield from _ridge_fit(features, seconds, (seconds >= least) / seconds)
         yield
         # Relative to a prediction and not to the measured time: dividing by a noisy time would
         # weigh times that came out short more, and predict too little.
-        predicted = np.maximum(found @ features, seconds.min() / 2)
+        predicted = np.maximum(found @ features, _LEAST_SHARE * least)
         errors = np.abs(seconds / predicted - 1)
         spread = 1.4826 * _median(errors)
         kept = errors <= max(_OUTLIER_LEAST, _OUTLIER_DEVIATIONS * spread)
         found = yield from _ridge_fit(features, seconds, kept / predicted)
         yield
-        found[0] = max(found[0], _LEAST_LEVEL * seconds.min())
+        found[0] = max(found[0], _LEAST_LEVEL * least)
         level, costs = found[: len(segments)], found[len(segments) :]
         return cls(graphs=tuple(graphs), level=tuple(level.tolist()), costs=tuple(costs.tolist()))
 

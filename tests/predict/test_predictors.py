@@ -178,6 +178,14 @@ class TestAccuracy:
         assert np.abs(relative).mean() < 0.03
         assert abs(relative.mean()) < 0.01
 
+    def test_iterations_that_were_measured_as_next_to_nothing_do_not_count(self):
+        """One in 50: their results were seen late, together with those before them."""
+        truth = roofline()
+        seconds = [truth.iteration_s(batch) for batch in TRAINING]
+        seconds[::50] = [2e-4] * len(seconds[::50])
+        found = fit_predictor("cosched", TRAINING, seconds)
+        assert np.abs(errors(found, truth)).mean() < 0.01
+
     @pytest.mark.parametrize("graphs", [None, GRAPHS])
     def test_batches_that_are_all_alike_do(self, graphs):
         mixed = BatchShape(prefills=[Prefill(300, 50)], decodes=[700] * 20)
