@@ -120,7 +120,10 @@ def test_what_is_promised_is_kept_and_is_not_without_the_promise(monkeypatch):
         for name in ("ttft", "tpot"):
             had = fmean(value for r in same if (value := getattr(r, f"{name}_s")) is not None)
             believed = state[name]["total_alone_s"] / state[name]["num"]
-            assert believed == pytest.approx(had, rel=0.05), "as it would have been alone"
+            if result is kept:
+                assert believed == pytest.approx(had, rel=0.05), "as it would have been alone"
+            else:  # of the slowest nothing is known until they end: these came last
+                assert believed < (1 + SHARE) * had
             assert (state[name]["room"] is None) == (result is free)
 
 
@@ -140,7 +143,7 @@ def test_a_promise_waits_for_times_of_decodes_alone_and_a_figure_does_not(share)
         num_cached=lambda tracked: 0,
     )
     chat = SimpleNamespace(request_class=RequestClass.ONLINE, rid="a", arrival_s=0.0)
-    chat.num_prompt_tokens = 10
+    chat.num_prompt_tokens, chat.num_output_tokens = 10, 0
     watch.arrived(chat)
     watch.advance(0.05)
     assert bool(asked) == (share is None)
