@@ -108,11 +108,16 @@ def _is_urgent(request: Request, until_s: float) -> bool:
     return due_s is not None and due_s <= until_s
 
 
+def first_candidate(order: OfflineOrder) -> Request | None:
+    """The request that comes first; None: none waits."""
+    return next((request for requests in order.candidates(1) for request in requests), None)
+
+
 def _make_way_for_urgent(builder: PlanBuilder, pace: Pace, order: OfflineOrder) -> None:
     """Preempt offline requests that are not urgent for an urgent one that lacks memory or a slot,
     if that is enough."""
     until_s = order.urgent_until_s
-    first = next((r for requests in order.candidates(1) for r in requests), None)
+    first = first_candidate(order)
     if first is None or not _is_urgent(first, until_s) or not has_time(builder, pace):
         return
     match = builder.view.match(first)

@@ -2,7 +2,7 @@
 
 A target is a ceiling. Below it an iteration is as long as the batch needs:
 
-    price of a prompt token   its time in an iteration of `_LARGE` prompt tokens alone
+    price of a prompt token   its time in an iteration of `LARGE` prompt tokens alone
     worth of the decodes      time of reading their KV, and that price for each of them
     efficiency of a size      (worth of the decodes + price * prompt tokens) / predicted time
 
@@ -26,8 +26,9 @@ from cosched.core.batch import BatchTotals, Prefill
 from cosched.core.estimates import Predictor
 from cosched.core.request import RequestClass, num_tokens_of
 from cosched.schedule.builder import PlanBuilder
+from cosched.schedule.candidates import first_candidate
 
-_LARGE = 2048
+LARGE = 2048
 """Prompt tokens of an iteration in which they cost what they cost in any larger one."""
 
 _SIZES = (*range(64, 513, 64), 640, 768, 896, 1024, 1280, 1536, 2048, 3072, 4096, 8192)
@@ -39,7 +40,7 @@ _LEAST = 32
 _NOTICED = 0.9
 """Of the longest iteration: one that is not shorter than this makes no pace that chat notices."""
 
-_ROUNDED_UP = 1 + 1e-3
+ROUNDED_UP = 1 + 1e-3
 
 _PRESSED = 0.08
 """Share of the efficiency that is given for shorter iterations where a long reply ends the job."""
@@ -127,14 +128,14 @@ def paced_s(builder: PlanBuilder, course: Course, most_s: float, *, cost: float)
         return most_s
     num_probes, is_none = divmod(course.num_plans, _PROBE_EVERY)
     if not is_none:
-        return min(most_s, sizes[num_probes * _PROBE_STEP % len(sizes)][1] * _ROUNDED_UP)
+        return min(most_s, sizes[num_probes * _PROBE_STEP % len(sizes)][1] * ROUNDED_UP)
     # What chat gets of each second is the same at any pace: faster decodes are fewer at once.
     chat_per_s = len(builder.online.requests) / totals.num_decodes
     chat_per_s /= builder.view.mean_iteration_s or most_s
     gains = efficiencies(predictor, totals, prompt, _cycles(builder, totals, sizes), chat_per_s)
     given = max(cost, _PRESSED) if course.is_pressed else cost
     chosen_s = sizes[smallest(gains, given)][1]
-    return chosen_s * _ROUNDED_UP if chosen_s < _NOTICED * most_s else most_s
+    return chosen_s * ROUNDED_UP if chosen_s < _NOTICED * most_s else most_s
 
 
 def efficiencies(
@@ -184,11 +185,10 @@ def next_prompt(builder: PlanBuilder) -> Prefill | None:
         num_new = num_tokens_of(request) - num_cached
         if num_new >= _SIZES[0]:
             return Prefill(num_new, num_cached)
-    if view.num_offline:
-        for requests in view.offline_order().candidates(1):
-            for request in requests:
-                num_cached = view.match(request).cached
-                return Prefill(max(num_tokens_of(request) - num_cached, 1), num_cached)
+    first = first_candidate(view.offline_order()) if view.num_offline else None
+    if first is not None:
+        num_cached = view.match(first).cached
+        return Prefill(max(num_tokens_of(first) - num_cached, 1), num_cached)
     return Prefill(num_tokens_of(unfinished[0]), 0) if unfinished else None
 
 
@@ -210,8 +210,8 @@ def sizes_up_to(
 
 
 def price_s(predictor: Predictor, prompt: Prefill) -> float:
-    """Time of a prompt token in the largest iteration known, up to `_LARGE` of them [s]."""
-    num_new = _LARGE
+    """Time of a prompt token in the largest iteration known, up to `LARGE` of them [s]."""
+    num_new = LARGE
     alone = _beside(BatchTotals(), num_new, prompt)
     while num_new > _LEAST and not predictor.knows(alone):
         num_new //= 2

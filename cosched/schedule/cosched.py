@@ -311,9 +311,7 @@ class CoschedPolicy:
         return oldest.rid if turn.num_due >= (LATE_TURN - 1) * left else ""
 
 
-def _paced(
-    builder: PlanBuilder, course: Course, cost: float, most_s: float, alone_s: float
-) -> OfflinePart:
+def _paced(builder: PlanBuilder, course: Course, cost: float, most_s: float) -> OfflinePart:
     return OfflinePart(paced_s(builder, course, most_s, cost=cost))
 
 

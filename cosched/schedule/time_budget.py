@@ -76,11 +76,11 @@ class TimeBudget:
         self.offline_s = offline_s
         self._beside_online = beside_online
         self._longer_s = longer_s
-        self.paced: Callable[[float, float], OfflinePart] | None = None
-        """Most time of an iteration with offline work, and its time without [s] -> how long it
-        should be; None: as long as it may."""
+        self.paced: Callable[[float], OfflinePart] | None = None
+        """Most time of an iteration with offline work [s] -> what that may take of it; None: as
+        much as it can."""
         self.alone_s = 0.0
-        """Without offline work."""
+        """Of the iteration without offline work, where `longer_s` asks for it [s]."""
         self._most_decodes = sys.maxsize
         self.admits = False
         self._rides = rides
@@ -89,13 +89,13 @@ class TimeBudget:
         self._most_tokens: int | None = None
 
     def begin_offline(self) -> None:
-        self.alone_s = self._ledger.seconds()
         if not self._rides and self._ledger.totals.num_new:
             self.offline_s = 0.0
         if self._longer_s is not None:
+            self.alone_s = self._ledger.seconds()
             self.offline_s = min(self.offline_s, self._longer_s(self.alone_s))
         if self.paced is not None:
-            part = self.paced(self.offline_s, self.alone_s)
+            part = self.paced(self.offline_s)
             self.offline_s, self._most_decodes, self.admits = part
 
     def limits(self) -> Mapping[str, float]:

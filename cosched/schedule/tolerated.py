@@ -28,20 +28,26 @@ from cosched.core.batch import BatchTotals, Prefill
 from cosched.core.request import RequestClass, num_tokens_of
 from cosched.core.view import TpotHeadroom
 from cosched.schedule.builder import PlanBuilder
-from cosched.schedule.chat_pace import next_prompt, price_s, sizes_up_to, worth_s
+from cosched.schedule.candidates import first_candidate
+from cosched.schedule.chat_pace import (
+    LARGE,
+    ROUNDED_UP,
+    next_prompt,
+    price_s,
+    sizes_up_to,
+    worth_s,
+)
 from cosched.schedule.time_budget import OfflinePart
 
 _ENOUGH = 64
 """Offline requests that decode together about as efficiently as more would: with so many running no
 prompt is begun, which would hold KV and wait."""
 
-_ANY_PROMPT = Prefill(2048, 0)
+_ANY_PROMPT = Prefill(LARGE, 0)
 """Where none waits: what its tokens would cost is what those of decodes are worth."""
 
 _RECENT = 1 / 2000
 """Weight of a plan in the mean number of online decodes."""
-
-_ROUNDED_UP = 1 + 1e-3
 
 
 class Spent(NamedTuple):
@@ -79,16 +85,16 @@ class Spent(NamedTuple):
 
 
 def tolerated(
-    builder: PlanBuilder, spent: Spent, headroom: TpotHeadroom, most_s: float, alone_s: float
+    builder: PlanBuilder, spent: Spent, headroom: TpotHeadroom, most_s: float
 ) -> OfflinePart:
-    """What offline work may take of an iteration.
+    """What offline work may take of an iteration, beside what the builder's ledger has.
 
-    most_s   what targets and a tolerance for TTFT allow [s]
-    alone_s  time of what the builder's ledger has, without offline work [s]
+    most_s  what targets and a tolerance for TTFT allow [s]
     """
     num_online = len(builder.online.requests)
     if not num_online:
         return OfflinePart(most_s)
+    alone_s = builder.ledger.seconds()
     price = spent.price(headroom, num_online)
     slack_s = _slack_s(builder, headroom.most_s)
     most_s = min(most_s, max(slack_s, (1 + headroom.share) * alone_s))
@@ -97,7 +103,7 @@ def tolerated(
         gain = worth - price * (part.seconds - alone_s) if part.seconds > alone_s else worth
         if part.seconds <= most_s and gain > best_gain:
             best, best_gain = part, gain
-    return best._replace(seconds=best.seconds * _ROUNDED_UP)
+    return best._replace(seconds=best.seconds * ROUNDED_UP)
 
 
 def _choices(builder: PlanBuilder, most_s: float) -> Iterator[tuple[OfflinePart, float]]:
@@ -133,7 +139,7 @@ def _may_go_on(builder: PlanBuilder, num_running: int) -> bool:
     if num_running >= _ENOUGH:
         return False
     view = builder.view
-    first = next((r for rs in view.offline_order().candidates(1) for r in rs), None)
+    first = first_candidate(view.offline_order())
     if first is None:
         return False
     return builder.ledger.refusal(first, view.match(first), at_most=num_tokens_of(first)) is None

@@ -18,7 +18,7 @@ BEGINS = TpotHeadroom(share=0.05, saved_s=1.0, usual_s=1.0)
 
 
 def part(builder, headroom=BEGINS, spent=Spent(), most_s=TARGET_S):  # noqa: B008  # immutable
-    return tolerated(builder, spent, headroom, most_s, builder.ledger.seconds())
+    return tolerated(builder, spent, headroom, most_s)
 
 
 def with_room(room):
