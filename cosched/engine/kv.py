@@ -327,11 +327,16 @@ class KvManager:
 
     def _leave(self, tracked: TrackedRequest, now_s: float) -> None:
         num_tokens = tracked.num_prompt_tokens + tracked.num_output_tokens
+        ttft_s = tracked.slo.ttft_s or self._ttft_s
         kind = self.reuse.ended(
-            tracked.kv_hashes, turn=tracked.kv_turn, num_tokens=num_tokens, now_s=now_s
+            tracked.kv_hashes,
+            turn=tracked.kv_turn,
+            num_tokens=num_tokens,
+            num_needed=round(num_tokens * self.leaves.value.late_share(num_tokens, ttft_s)),
+            now_s=now_s,
         )
         tracked.kv_hashes = ()
-        visit = Visit(kind, now_s, num_tokens, tracked.slo.ttft_s or self._ttft_s)
+        visit = Visit(kind, now_s, num_tokens, ttft_s)
         self.kv_tree.left(tracked.req.last_node, visit)
 
     def _learn(self, now_s: float) -> None:
@@ -342,7 +347,7 @@ class KvManager:
         self.demand.sample(self._online_tokens(), now_s)
 
     def _online_tokens(self) -> int:
-        """Held by online requests, and expected to be used again by them."""
+        """Held by online requests, and needed by those that are expected to continue."""
         held = self._own_tokens()[RequestClass.ONLINE] + self.kv_tree.num_held_online
         if self.config.reservation == "echo":
             return held

@@ -103,9 +103,21 @@ class ReuseModel:
                 return mark.turn + 1
         return 1
 
-    def ended(self, hashes: Sequence[int], *, turn: int, num_tokens: int, now_s: float) -> int:
-        """A request is over; hashes: of its prompt; num_tokens: of its context. The kind of this
-        visit."""
+    def ended(
+        self,
+        hashes: Sequence[int],
+        *,
+        turn: int,
+        num_tokens: int,
+        num_needed: int,
+        now_s: float,
+    ) -> int:
+        """A request is over. The kind of this visit.
+
+        hashes      of its prompt
+        num_tokens  of its context
+        num_needed  of these, what a request that continues it must find to be in time
+        """
         kind = _kind(turn, num_tokens)
         if hashes:
             mark = _Mark(next(self._ids), kind, turn, now_s)
@@ -114,8 +126,8 @@ class ReuseModel:
             self._set_mark(hashes[-1], mark)
             if len(hashes) > 1:
                 self._set_mark(hashes[-2], mark)
-            self._open[mark.visit_id] = (0, num_tokens)
-            self._open_tokens[kind][0] += num_tokens
+            self._open[mark.visit_id] = (0, num_needed)
+            self._open_tokens[kind][0] += num_needed
             heapq.heappush(self._due, (now_s + BIN_EDGES_S[1], mark.visit_id, mark))
         return kind
 
@@ -226,8 +238,8 @@ class ReuseModel:
         return chances[kind][bisect_right(BIN_EDGES_S, age_s) - 1]
 
     def expected_tokens(self) -> float:
-        """Of the contexts that have not come back yet, those that are expected to soon [tokens]: a
-        return after t seconds counts exp(-t / horizon_s)."""
+        """Of the contexts that have not come back yet, what is needed of those that are expected to
+        soon [tokens]: a return after t seconds counts exp(-t / horizon_s)."""
         return sum(
             chance * tokens
             for table, counts in zip(self._soon, self._open_tokens, strict=True)

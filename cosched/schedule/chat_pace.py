@@ -13,8 +13,8 @@ is chosen. So chat decodes as fast as the batch can afford, and KV is held for a
 batches do not mix, the time of a size is that of its prefills and of the decodes that follow.
 
 A job needs as many iterations as its longest reply has tokens. Where these are more than its
-prompts fill (`Course.is_pressed`), the prompts may as well be spread over them: `_PRESSED` of the
-efficiency is given for shorter iterations.
+prompts fill (`Course.is_pressed`), iterations are needed anyway: `_PRESSED` of the time of the
+decodes alone is not counted.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ _NOTICED = 0.9
 
 ROUNDED_UP = 1 + 1e-3
 
-_PRESSED = 0.08
-"""Share of the efficiency that is given for shorter iterations where a long reply ends the job."""
+_PRESSED = 1 / 3
+"""Share of the time of the decodes alone that an iteration saves at the end of a job that a long
+reply ends. Not all of it, since requests that begin later may have replies as long."""
 
 _SEEN = 6
 """Replies seen for each that runs: with fewer, one may become as long as it is allowed."""
@@ -132,9 +133,9 @@ def paced_s(builder: PlanBuilder, course: Course, most_s: float, *, cost: float)
     # What chat gets of each second is the same at any pace: faster decodes are fewer at once.
     chat_per_s = len(builder.online.requests) / totals.num_decodes
     chat_per_s /= builder.view.mean_iteration_s or most_s
-    gains = efficiencies(predictor, totals, prompt, _cycles(builder, totals, sizes), chat_per_s)
-    given = max(cost, _PRESSED) if course.is_pressed else cost
-    chosen_s = sizes[smallest(gains, given)][1]
+    cycles = _cycles(builder, totals, sizes, _PRESSED if course.is_pressed else 0.0)
+    gains = efficiencies(predictor, totals, prompt, cycles, chat_per_s)
+    chosen_s = sizes[smallest(gains, cost)][1]
     return chosen_s * ROUNDED_UP if chosen_s < _NOTICED * most_s else most_s
 
 
@@ -157,15 +158,22 @@ def efficiencies(
 
 
 def _cycles(
-    builder: PlanBuilder, totals: BatchTotals, sizes: Sequence[tuple[int, float]]
+    builder: PlanBuilder,
+    totals: BatchTotals,
+    sizes: Sequence[tuple[int, float]],
+    saved: float,
 ) -> Sequence[tuple[int, float]]:
-    """Sizes with the time until the next such iteration: where batches do not mix, decodes have one
-    of their own in between."""
+    """Sizes with the time until the next such iteration, less what it saves at the end of the job:
+    where batches do not mix, decodes have one of their own in between.
+
+    saved  share of the time of the decodes alone
+    """
     view = builder.view
-    if view.rules.mixed:
+    between = -saved if view.rules.mixed else 1 - saved
+    if not between:
         return sizes
     alone_s = view.predictor.predict_s(totals.decodes_only())
-    return [(num_new, seconds + alone_s) for num_new, seconds in sizes]
+    return [(num_new, seconds + between * alone_s) for num_new, seconds in sizes]
 
 
 def smallest(gains: Sequence[float], cost: float) -> int:

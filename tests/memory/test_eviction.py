@@ -101,6 +101,14 @@ def test_a_deep_context_whose_loss_makes_a_user_wait_is_worth_more_than_throughp
     assert kv.order()[0] == online, "with so much time nobody notices"
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "ttft_s", "share"), [(500, 1.0, 0), (5_000, 1.0, 0.47), (20_000, 1.0, 1)]
+)
+def test_a_context_that_is_computed_again_in_time_makes_no_request_late(num_tokens, ttft_s, share):
+    """A token takes 0.1 ms."""
+    assert Kv().value.late_share(num_tokens, ttft_s) == pytest.approx(share, abs=0.02)
+
+
 def test_one_user_waits_rather_than_two():
     """A token takes 0.1 ms, the first token shall come within a second: with eleven of twenty
     pieces of 1,000 tokens a context has lost all that can make it late."""
