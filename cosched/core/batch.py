@@ -6,7 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["QUERY_TILE", "BatchShape", "BatchTotals", "Prefill"]
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["QUERY_TILE", "BatchShape", "BatchTotals", "IntArray", "Prefill"]
+
+IntArray = npt.NDArray[np.int64]
 
 QUERY_TILE = 64
 """Queries that attention kernels work on at a time: a chunk with fewer takes about as long as one
@@ -142,12 +147,25 @@ class BatchTotals:
         if context > self.max_decode_context:
             self.max_decode_context = context
 
-    def add_decodes(self, contexts: Sequence[int]) -> None:
+    def add_decodes(self, contexts: Sequence[int] | IntArray) -> None:
         """Many decodes; O(len(contexts)), in C."""
-        if contexts:
-            self.num_decodes += len(contexts)
-            self.decode_context += sum(contexts)
-            self.max_decode_context = max(self.max_decode_context, max(contexts))
+        if not len(contexts):
+            return
+        if isinstance(contexts, np.ndarray):
+            total, longest = int(contexts.sum()), int(contexts.max())
+        else:
+            total, longest = sum(contexts), max(contexts)
+        self.num_decodes += len(contexts)
+        self.decode_context += total
+        if longest > self.max_decode_context:
+            self.max_decode_context = longest
+
+    def add_equal_decodes(self, num: int, context: int) -> None:
+        """As many decodes that all attend to `context` tokens. O(1)."""
+        if num:
+            self.num_decodes += num
+            self.decode_context += num * context
+            self.max_decode_context = max(self.max_decode_context, context)
 
     def add_load(self, num_tokens: int) -> None:
         """A request whose `num_tokens` tokens of KV are loaded from host memory."""

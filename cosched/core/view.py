@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import compress
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
+from cosched.core.batch import IntArray
 from cosched.core.caps import EngineCaps
 from cosched.core.estimates import LengthEstimate, Predictor
 from cosched.core.group import OtherRanks
@@ -197,23 +199,23 @@ class Decodes(NamedTuple):
     and the `arrival_seq` of each. Reading all at once is much cheaper than reading each request."""
 
     requests: Sequence[Request] = ()
-    contexts: Sequence[int] = ()
-    arrivals: Sequence[int] = ()
+    contexts: IntArray = np.zeros(0, dtype=np.int64)
+    arrivals: IntArray = np.zeros(0, dtype=np.int64)
 
     @classmethod
     def of(cls, requests: Sequence[Request]) -> Decodes:
         """Read from each request. O(requests)."""
-        contexts = [r.num_computed_tokens + 1 for r in requests]
-        return cls(requests, contexts, [r.arrival_seq for r in requests])
+        contexts = np.array([r.num_computed_tokens + 1 for r in requests], dtype=np.int64)
+        return cls(requests, contexts, np.array([r.arrival_seq for r in requests], dtype=np.int64))
+
+    def at(self, places: IntArray) -> Decodes:
+        """Those at these places, in that order."""
+        requests = [self.requests[place] for place in places.tolist()]
+        return Decodes(requests, self.contexts[places], self.arrivals[places])
 
     def where(self, is_wanted: Sequence[bool]) -> Decodes:
         """Some of them."""
-        requests, contexts, arrivals = self
-        return Decodes(
-            [*compress(requests, is_wanted)],
-            [*compress(contexts, is_wanted)],
-            [*compress(arrivals, is_wanted)],
-        )
+        return self.at(np.array(is_wanted, dtype=bool).nonzero()[0])
 
 
 class Outlook(NamedTuple):

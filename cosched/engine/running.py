@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cosched.core.batch import IntArray
 from cosched.core.plan import Plan
 from cosched.core.request import PLAIN, RequestClass
 from cosched.core.view import Decodes, Outlook, Progress
@@ -359,9 +360,11 @@ class Running:
 
     def _decodes(self, request_class: RequestClass) -> Decodes:
         places = self.places[request_class]
-        contexts = (self._computed[places] + 1).tolist()
-        arrivals = self.columns[_Column.ARRIVAL, places].tolist()
-        return Decodes(_Owners(self._owners, self.rows[places]), contexts, arrivals)
+        return _Decodes(
+            _Owners(self._owners, self.rows[places]),
+            self._computed[places] + 1,
+            self.columns[_Column.ARRIVAL, places],
+        )
 
     def own(self) -> dict[RequestClass, int]:
         """KV tokens of each class outside the tree."""
@@ -445,6 +448,16 @@ class Running:
         return self.are_plain or all(request.traits.can_mix for request in self.everyone)
 
 
+class _Decodes(Decodes):
+    """Reads no request that is not asked for."""
+
+    __slots__ = ()
+
+    def at(self, places: IntArray) -> Decodes:
+        assert isinstance(self.requests, _Owners), f"{type(self.requests)=}"
+        return Decodes(self.requests.at(places), self.contexts[places], self.arrivals[places])
+
+
 class _Owners(Sequence[TrackedRequest]):
     """Most plans ask how many there are, and for few of them: a request is read from memory when
     it is asked for."""
@@ -460,8 +473,11 @@ class _Owners(Sequence[TrackedRequest]):
         return iter(self[:])
 
     def __getitem__(self, place: Any) -> Any:
-        found = self._owners[self._rows[place]]
-        return found.tolist() if isinstance(place, slice) else found
+        return self.at(place) if isinstance(place, slice) else self._owners[self._rows[place]]
+
+    def at(self, places: IntArray | slice) -> list[TrackedRequest]:
+        found: list[TrackedRequest] = self._owners[self._rows[places]].tolist()
+        return found
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and self[:] == [*other]

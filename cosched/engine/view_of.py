@@ -309,6 +309,7 @@ class SchedulerView:
         shared = self._shared.get(request.request_class)
         if shared is None:
             requests, contexts, _ = self.running_of(request.request_class)
+            contexts = contexts.tolist()
             reads = self._prefixes.reads([_req(r) for r in requests], contexts)
             numbers = (all_ - read for all_, read in zip(contexts, reads, strict=True))
             shared = dict(zip(requests, numbers, strict=True))

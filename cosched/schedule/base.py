@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 import msgspec
 
+from cosched.core.batch import IntArray
 from cosched.core.caps import EngineCaps
 from cosched.core.group import RankNeeds
 from cosched.core.plan import Plan
@@ -192,11 +192,11 @@ class Pace(Protocol):
         """False: not one token of any offline prefill fits."""
         ...
 
-    def decodes_fit(self, contexts: Sequence[int]) -> bool:
+    def decodes_fit(self, contexts: IntArray) -> bool:
         """All these offline decodes fit; context: tokens attended to."""
         ...
 
-    def offline_decodes(self, contexts: Sequence[int]) -> int:
+    def offline_decodes(self, contexts: IntArray) -> int:
         """How many of the first offline decodes fit."""
         ...
 
@@ -215,10 +215,10 @@ class Unlimited:
     def has_offline_time(self) -> bool:
         return True
 
-    def decodes_fit(self, contexts: Sequence[int]) -> bool:
+    def decodes_fit(self, contexts: IntArray) -> bool:
         return True
 
-    def offline_decodes(self, contexts: Sequence[int]) -> int:
+    def offline_decodes(self, contexts: IntArray) -> int:
         return len(contexts)
 
 

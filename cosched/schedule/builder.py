@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 
+import numpy as np
+
+from cosched.core.batch import IntArray
 from cosched.core.plan import Hosting, Plan, Preemption, PreemptMode, SkipReason
 from cosched.core.request import LateReason, Request, RequestClass, num_tokens_of
 from cosched.core.view import Decodes, Match, View
@@ -113,13 +116,13 @@ class PlanBuilder:
     def _without_preempted(self, decodes: Decodes) -> Decodes:
         return decodes.where([r.rid not in self._preempted for r in decodes.requests])
 
-    def reads_of(self, decodes: Decodes) -> Sequence[int]:
+    def reads_of(self, decodes: Decodes) -> IntArray:
         """For each running request the KV tokens that its next decode reads. Tokens of a shared
         prefix that the engine reads once count for one of its requests."""
         if not self.view.caps.shared_prefix:
             return decodes.contexts
-        num_shared = self.view.num_shared
-        return [n - num_shared(r) for r, n in zip(decodes.requests, decodes.contexts, strict=True)]
+        shared = [self.view.num_shared(request) for request in decodes.requests]
+        return decodes.contexts - np.array(shared, dtype=np.int64)
 
     def unfinished(self) -> Iterator[Request]:
         """Unfinished prefills that are not preempted."""

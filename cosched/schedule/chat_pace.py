@@ -232,7 +232,7 @@ def worth_s(predictor: Predictor, totals: BatchTotals, token_s: float) -> float:
     of a prompt token."""
     decodes = totals.decodes_only()
     empty = BatchTotals()
-    empty.add_decodes([1] * decodes.num_decodes)
+    empty.add_equal_decodes(decodes.num_decodes, 1)
     reading_s = predictor.predict_s(decodes) - predictor.predict_s(empty)
     return max(reading_s, 0.0) + decodes.num_decodes * token_s
 

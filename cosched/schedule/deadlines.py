@@ -36,14 +36,14 @@ request that decodes slowly holds its KV for longer, and new requests wait for i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
 from cosched.core.group import RankNeeds
 from cosched.core.request import Request, RequestClass, Slo, num_tokens_of
-from cosched.core.view import ToleranceHeadroom, View
+from cosched.core.view import Decodes, ToleranceHeadroom, View
 from cosched.schedule.base import PolicySettings
 from cosched.schedule.builder import PlanBuilder
 from cosched.schedule.decode_slack import OnlineDecodes, beside_s, shortest_s
@@ -76,6 +76,7 @@ class Deadlines:
         self._margin = 1 + view.predictor.margin
         self._others_s = view.others.alone_s / self._margin
         self.decodes = OnlineDecodes(builder, settings)
+        self._has_decodes = bool(builder.online.requests)
         self._online_token_s = self.decodes.token_s()
         self.slacks = self.decodes.slacks(token_s=self._online_token_s if give_up else None)
         builder.count_fixed_decodes()
@@ -90,7 +91,7 @@ class Deadlines:
     @property
     def gains(self) -> bool:
         """Decodes alone get ahead of the targets of online requests."""
-        return not self.slacks.contexts or self.token_s < self._most_token_s
+        return not self._has_decodes or self.token_s < self._most_token_s
 
     @property
     def _most_token_s(self) -> float:
@@ -245,12 +246,10 @@ class Deadlines:
     def offline_s(self, prefills: PrefillSlacks, *, burst: float | None = None) -> float:
         """Time of an iteration with offline work [s]. burst: in place of `Budgets.burst`."""
         slacks, budgets = self.slacks, self._settings.budgets
-        if not slacks.contexts and math.isinf(prefills.least_s):
+        if not self._has_decodes and math.isinf(prefills.least_s):
             return self.idle_s(prefills)
         burst_s = (budgets.burst if burst is None else burst) * slacks.tpot_s
-        crowded_s = slacks.tpot_s * _kv_share(
-            self._builder.view, slacks.contexts, budgets.crowded_share
-        )
+        crowded_s = slacks.tpot_s * _kv_share(self._builder, budgets.crowded_share)
         return min(slacks.aimed_s, prefills.slack_s, burst_s, crowded_s)
 
     def idle_s(self, prefills: PrefillSlacks) -> float:
@@ -280,18 +279,15 @@ class Deadlines:
         fixed_s = self._settings.latency_budget_s
         if fixed_s is not None:
             online_s = ends_s = fixed_s
-            if slacks.contexts or not math.isinf(prefills.least_s):
+            if self._has_decodes or not math.isinf(prefills.least_s):
                 offline_s = fixed_s
-        if not slacks.contexts:
+        if not self._has_decodes:
             most_s = math.inf
         beside = None
         if headroom is None and _may_cut_online(view, prefills.least_s, self._settings.slo):
             builder = self._builder
-            beside = (
-                ()
-                if builder.counts_all_decodes
-                else builder.reads_of(view.running_of(RequestClass.OFFLINE))
-            )
+            decodes = view.running_of(RequestClass.OFFLINE)
+            beside = builder.reads_of(Decodes() if builder.counts_all_decodes else decodes)
         return TimeBudget(
             view.predictor,
             self._builder.ledger,
@@ -340,11 +336,12 @@ class Deadlines:
         )
 
 
-def _kv_share(view: View, online_contexts: Sequence[int], crowded_share: float) -> float:
+def _kv_share(builder: PlanBuilder, crowded_share: float) -> float:
     """KV memory that online requests leave, over what they leave at `crowded_share`: 1 there, 0
     when they fill it. inf: it is not crowded."""
+    view = builder.view
     prompts = sum(request.num_prompt_tokens for request in online_prefills(view))
-    held_share = (sum(online_contexts) + prompts) / view.kv.total
+    held_share = (int(builder.online.contexts.sum()) + prompts) / view.kv.total
     if held_share <= crowded_share:
         return math.inf
     return max(1 - held_share, 0.0) / (1 - crowded_share)

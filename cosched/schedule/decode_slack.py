@@ -10,7 +10,6 @@ A TPOT target below the time of the shortest iteration counts as none: the serve
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -35,20 +34,18 @@ def shortest_s(predictor: Predictor) -> float:
     """Predicted time of the shortest iteration that decodes anything [s]; without the predictor's
     margin no target below it can be met."""
     totals = BatchTotals()
-    totals.add_decodes((1,))
+    totals.add_decode(1)
     return predictor.predict_s(totals)
 
 
 class DecodeSlacks(NamedTuple):
     """What the decodes leave of the next iteration. inf: there is none.
 
-    contexts  tokens that each attends to in its next decode
     least_s   how long the iteration may take for all their next tokens to be in time [s]
     aimed_s   the same for targets that are `aim` times theirs [s]
     tpot_s    the least TPOT target, the server's among them [s]
     """
 
-    contexts: Sequence[int]
     least_s: float
     aimed_s: float
     tpot_s: float
@@ -73,11 +70,10 @@ class OnlineDecodes:
         """Time of one token of each in iterations of decodes alone: their own, those of tiers up to
         `most_tier`, or other ranks' [s]."""
         view, totals = self._view, BatchTotals()
-        requests, contexts, _ = self._online
+        online = self._online
         if most_tier < math.inf:
-            pairs = zip(requests, contexts, strict=True)
-            contexts = [n for request, n in pairs if request.tier <= most_tier]
-        totals.add_decodes(contexts)
+            online = online.where([request.tier <= most_tier for request in online.requests])
+        totals.add_decodes(online.contexts)
         alone_s = max(view.predictor.predict_s(totals), view.others.alone_s)
         return alone_s / (1 + view.predictor.margin) / view.tokens_per_decode
 
@@ -101,7 +97,7 @@ class OnlineDecodes:
             one_aimed_s = aim * allowed_s - since_s
             if one_aimed_s < aimed_s:
                 aimed_s = one_aimed_s
-        return DecodeSlacks(self._online.contexts, least_s, aimed_s, least_tpot_s)
+        return DecodeSlacks(least_s, aimed_s, least_tpot_s)
 
     def is_behind(self, tier: int, alone_s: float) -> bool:
         """True if a request of this tier is behind in an iteration of `alone_s`, and counts if no
@@ -141,7 +137,8 @@ class OnlineDecodes:
     def _times(self) -> list[_Times]:
         start_s, default_s = self._view.start_s, self._default_s
         times: list[_Times] = []
-        for request, context in zip(*self._online[:2], strict=True):
+        requests, contexts, _ = self._online
+        for request, context in zip(requests, contexts.tolist(), strict=True):
             tpot_s, first_s = request.slo.tpot_s, request.first_token_s
             if tpot_s is None or (tpot_s < default_s and tpot_s < self._shortest_s):
                 tpot_s = default_s

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from cosched.core.batch import BatchTotals
+from cosched.core.batch import BatchTotals, IntArray
 from cosched.core.plan import SkipReason
 from cosched.core.request import Request, RequestClass, num_tokens_left, num_tokens_of
 from cosched.core.view import Match, View
@@ -120,13 +120,13 @@ class Ledger:
         trial.add_prefill(num_tokens, num_cached)
         return self._view.predictor.predict_s(trial)
 
-    def seconds_with_decodes(self, contexts: Sequence[int]) -> float:
+    def seconds_with_decodes(self, contexts: Sequence[int] | IntArray) -> float:
         """The same with more decodes [s]."""
         trial = self.totals.copy()
         trial.add_decodes(contexts)
         return self._view.predictor.predict_s(trial)
 
-    def add_decodes(self, contexts: Sequence[int]) -> None:
+    def add_decodes(self, contexts: Sequence[int] | IntArray) -> None:
         """Count the time of decodes; contexts: tokens that each attends to."""
         self.totals.add_decodes(contexts)
 

@@ -81,15 +81,15 @@ def tiers_by_feasibility(
     """The order of each tier, in the order in which they are served. Decodes wait for no first
     token of a lower tier."""
     view = builder.view
-    running = {request.tier for request in builder.online.requests}
     orders: list[OnlineOrder] = []
     ahead_s = 0.0
     for place, requests in enumerate(by_tier(view, tiers)):
+        may_borrow = True
         if orders:
             last = orders[-1]
             ahead = chain(last.due[:_MOST_LOOKED_AT], last.late[:_MOST_LOOKED_AT])
             ahead_s += sum(map(deadlines.prefill_s, ahead))
-        may_borrow = running.isdisjoint(tiers[:place])
+            may_borrow = all(r.tier not in tiers[:place] for r in builder.online.requests)
         orders.append(
             by_feasibility(view, deadlines, requests, ahead_s=ahead_s, may_borrow=may_borrow)
         )

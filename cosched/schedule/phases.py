@@ -13,11 +13,14 @@ may take, and calls `two_phases` with the steps in which it differs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 
+import numpy as np
+
+from cosched.core.batch import IntArray
 from cosched.core.plan import SkipReason
 from cosched.core.request import Request, RequestClass, num_tokens_of
 from cosched.core.view import Decodes, Match, OfflineOrder
@@ -32,10 +35,11 @@ def youngest_first(builder: PlanBuilder) -> Iterator[Request]:
     had better finish (`should_finish`) come last. What is preempted meanwhile changes nothing."""
     unfinished = [r for r in builder.unfinished() if r.request_class is RequestClass.OFFLINE]
     running = builder.running_of(RequestClass.OFFLINE)
-    victims = [running.requests[place] for place in reversed(oldest_first(running))]
+    youngest = oldest_first(running)[::-1].tolist()
+    victims: Iterable[Request] = (running.requests[place] for place in youngest)
     if builder.view.states is not None:
-        victims.sort(key=partial(should_finish, builder.view))
-    return (r for r in (*unfinished, *victims) if r.traits.can_preempt)
+        victims = sorted(victims, key=partial(should_finish, builder.view))
+    return (r for r in chain(unfinished, victims) if r.traits.can_preempt)
 
 
 def admit_in_order(
@@ -67,13 +71,13 @@ def admit_in_order(
         follow(order, request, match.cached)
 
 
-def oldest_first(decodes: Decodes) -> list[int]:
-    return sorted(range(len(decodes.arrivals)), key=decodes.arrivals.__getitem__)
+def oldest_first(decodes: Decodes) -> IntArray:
+    return np.argsort(decodes.arrivals)
 
 
-def shortest_first(decodes: Decodes) -> list[int]:
+def shortest_first(decodes: Decodes) -> IntArray:
     """The shortest contexts generate the most tokens per second; of equals the oldest first."""
-    return sorted(oldest_first(decodes), key=decodes.contexts.__getitem__)
+    return np.lexsort((decodes.arrivals, decodes.contexts))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +91,7 @@ class Steps:
 
     admit: Callable[[PlanBuilder, Pace, OfflineOrder], None] = admit_in_order
     victims: Callable[[PlanBuilder], Iterable[Request]] = youngest_first
-    decode_order: Callable[[Decodes], Sequence[int]] = oldest_first
+    decode_order: Callable[[Decodes], IntArray] = oldest_first
 
 
 _DEFAULT = Steps()
@@ -303,16 +307,14 @@ def _decode_offline(builder: PlanBuilder, pace: Pace, steps: Steps) -> None:
 
 
 def _decode_fitting(builder: PlanBuilder, pace: Pace, steps: Steps, decodes: Decodes) -> None:
-    running, reads = decodes.requests, builder.reads_of(decodes)
+    reads = builder.reads_of(decodes)
     if builder.view.rules.partial and not pace.decodes_fit(reads):
         places = steps.decode_order(decodes)
-        reads = [reads[i] for i in places]
-        num_fitting = pace.offline_decodes(reads)
-        reads = reads[:num_fitting]
-        unheld = builder.pause_all([running[i] for i in places[num_fitting:]])
+        num_fitting = pace.offline_decodes(reads[places])
+        unheld = builder.pause_all(decodes.at(places[num_fitting:]).requests)
+        reads = reads[places[:num_fitting]]
         if unheld:
-            decoding = [running[i] for i in places[:num_fitting]]
-            reads = builder.reads_of(Decodes.of([*decoding, *unheld]))
+            reads = np.concatenate((reads, builder.reads_of(Decodes.of(unheld))))
     builder.ledger.add_decodes(reads)
 
 

@@ -40,8 +40,8 @@ def first_late(
     tiers: Sequence[int],
 ) -> int | None:
     """The first place in `tiers` with a request that would miss a target, while lower tiers run;
-    None: there is none, or a lower tier comes first."""
-    if list(tiers) != sorted(tiers):
+    None: there is none, or a lower tier comes first. O(1) where one tier is served."""
+    if len(tiers) == 1 or list(tiers) != sorted(tiers):
         return None
     lowest = max((request.tier for request in builder.online.requests), default=0)
     for place, (tier, order) in enumerate(zip(tiers, orders, strict=True)):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import sys
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
-from cosched.core.batch import BatchTotals
+from cosched.core.batch import BatchTotals, IntArray
 from cosched.core.estimates import Predictor
 from cosched.schedule.ledger import Ledger
 
@@ -64,7 +64,7 @@ class TimeBudget:
         online_s: float,
         ends_s: float,
         offline_s: float,
-        beside_online: Sequence[int] | None,
+        beside_online: IntArray | None,
         longer_s: Callable[[float], float] | None = None,
         rides: bool = True,
         pieces_s: float | None = None,
@@ -184,18 +184,17 @@ class TimeBudget:
         trial.add_prefill(num_tokens, num_cached)
         return self._predictor.predict_s(trial)
 
-    def decodes_fit(self, contexts: Sequence[int]) -> bool:
+    def decodes_fit(self, contexts: IntArray) -> bool:
         if len(contexts) > self._most_decodes:
             return False
         return self._ledger.seconds_with_decodes(contexts) <= self.offline_s
 
-    def offline_decodes(self, contexts: Sequence[int]) -> int:
+    def offline_decodes(self, contexts: IntArray) -> int:
         contexts = contexts[: self._most_decodes]
-        if not contexts or self.decodes_fit(contexts):
+        if self.decodes_fit(contexts):
             return len(contexts)
         totals, trial = self._ledger.totals, self._ledger.totals.copy()
-        column = np.array(contexts, dtype=np.int64)
-        sums, longest = column.cumsum(), np.maximum.accumulate(column)
+        sums, longest = contexts.cumsum(), np.maximum.accumulate(contexts)
 
         def seconds(num: int) -> float:
             """With the first of them."""

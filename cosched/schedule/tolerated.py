@@ -112,7 +112,7 @@ def _choices(builder: PlanBuilder, most_s: float) -> Iterator[tuple[OfflinePart,
     predictor = view.predictor
     decodes = builder.running_of(RequestClass.OFFLINE)
     num_running = len(decodes.requests)
-    context = sum(builder.reads_of(decodes)) // num_running if num_running else 0
+    context = int(builder.reads_of(decodes).sum()) // num_running if num_running else 0
     prompt = next_prompt(builder)
     token_s = price_s(predictor, prompt or _ANY_PROMPT)
     if prompt is not None and not _may_go_on(builder, num_running):
@@ -121,7 +121,7 @@ def _choices(builder: PlanBuilder, most_s: float) -> Iterator[tuple[OfflinePart,
     for num in (0, *(num_running >> halved for halved in range(num_running.bit_length()))):
         beside, alone = totals.copy(), BatchTotals()
         for one in (beside, alone):
-            one.add_decodes([context] * num)
+            one.add_equal_decodes(num, context)
         worth = worth_s(predictor, alone, token_s) if num else 0.0
         yield OfflinePart(predictor.predict_s(beside), num), worth
         if prompt is not None:

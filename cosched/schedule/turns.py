@@ -65,6 +65,8 @@ def next_turn(
         if first is not None and deadlines.prefill_s(first) * num_more >= prefill_s:
             return Turn(False)
     num, context = ledger.totals.num_decodes, ledger.totals.decode_context
-    more_s = ledger.seconds_with_decodes([context // num] * num_more)
+    totals = ledger.totals.copy()
+    totals.add_equal_decodes(num_more, context // num)
+    more_s = view.predictor.predict_s(totals)
     idle_s += max(deadlines.alone_s - more_s * num / (num + num_more), 0.0)
     return Turn(idle_s < mixing_s or prefill_s < mixing_s or not deadlines.gains, idle_s)

@@ -114,8 +114,11 @@ def test_what_a_plan_reads_of_them():
     b.promised, b.is_hosted = 6, False
     running = engine.running([a, b, c])
     assert [*running.everyone] == [a, b, c]
-    assert running.by_class[RequestClass.ONLINE] == ([a], [95], [3])
-    assert running.by_class[RequestClass.OFFLINE] == ([b, c], [96, 90], [1, 2])
+    online, offline = (running.by_class[c] for c in RequestClass)
+    assert [[*part] for part in online] == [[a], [95], [3]]
+    assert [[*part] for part in offline] == [[b, c], [96, 90], [1, 2]]
+    assert [[*part] for part in offline.at(np.array([1, 0]))] == [[c, b], [90, 96], [2, 1]]
+    assert [[*part] for part in offline.where([False, True])] == [[c], [90], [2]]
     assert running.own() == {RequestClass.ONLINE: 7, RequestClass.OFFLINE: 17}
     assert running.progress == ([5, 6, 0], [None, 6, None])
     assert [part.tolist() for part in running.to_come()] == [[95, 400], []]

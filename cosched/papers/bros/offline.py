@@ -60,7 +60,7 @@ def add_offline(packing: Packing, num_passed: int) -> int:
 def _decode(packing: Packing) -> bool:
     """Running offline requests decode, oldest first. True: some pause."""
     decodes = packing.builder.running_of(RequestClass.OFFLINE)
-    requests, contexts = decodes.requests, packing.builder.reads_of(decodes)
+    requests, contexts = decodes.requests, packing.builder.reads_of(decodes).tolist()
     num_fitting = _num_decodes_that_fit(packing, contexts)
     if num_fitting < len(requests):
         places = sorted(range(len(requests)), key=lambda i: requests[i].arrival_seq)

@@ -74,7 +74,7 @@ class OnlineOrder:
         default_s = _target(None, self._slo.tpot_s)
         entries: list[Entry] = []
         requests, contexts, _ = builder.running_of(RequestClass.ONLINE)
-        for request, context in zip(requests, contexts, strict=True):
+        for request, context in zip(requests, contexts.tolist(), strict=True):
             own_s = request.slo.tpot_s
             tpot_s = default_s if own_s is None else own_s
             residual_s = tpot_s

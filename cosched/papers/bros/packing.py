@@ -8,6 +8,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from cosched.core.batch import IntArray
 from cosched.core.plan import SkipReason
 from cosched.core.request import Request, RequestClass, num_tokens_of
 from cosched.papers.bros.order import Entry, OnlineOrder
@@ -56,10 +57,10 @@ class Within:
     def has_offline_time(self) -> bool:
         return self._ledger.seconds_with(1, 0) <= self._limit_s
 
-    def decodes_fit(self, contexts: Sequence[int]) -> bool:
+    def decodes_fit(self, contexts: Sequence[int] | IntArray) -> bool:
         return self._ledger.seconds_with_decodes(contexts) <= self._limit_s
 
-    def offline_decodes(self, contexts: Sequence[int]) -> int:
+    def offline_decodes(self, contexts: Sequence[int] | IntArray) -> int:
         seconds = self._ledger.seconds_with_decodes
         if self.decodes_fit(contexts):
             return len(contexts)
@@ -105,7 +106,7 @@ class Packing:
     def is_full(self) -> bool:
         return self.size >= self.most
 
-    def add_decodes(self, contexts: Sequence[int]) -> None:
+    def add_decodes(self, contexts: Sequence[int] | IntArray) -> None:
         self.builder.ledger.add_decodes(contexts)
         self.size += len(contexts)
 

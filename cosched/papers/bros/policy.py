@@ -95,7 +95,7 @@ class BrosPolicy:
             num_passed = add_offline(packing, num_passed)
         elif view.rules.partial:
             offline = builder.running_of(RequestClass.OFFLINE)
-            packing.pause(offline.requests, offline.contexts)
+            packing.pause(offline.requests, offline.contexts.tolist())
         batch_size = BASE_SIZE if packing.is_early else min(2 * state.batch_size, most)
         limits = {"online": packing.online_s, "offline": packing.offline_s}
         limits = {phase: limit_s for phase, limit_s in limits.items() if limit_s < math.inf}
