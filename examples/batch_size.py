@@ -39,7 +39,7 @@ class BatchSize:
         left_s = {r.rid: self.residual_s(builder, r) for r in online}
         # A request that an average iteration makes late sets no limit.
         limit_s = min((s for s in left_s.values() if s > view.mean_iteration_s), default=inf)
-        bound = {r.rid for r in view.running if not view.can_pause(r)}  # these run in any case
+        bound = {r.rid for r in view.cannot_pause(view.running)}  # these run in any case
         bound |= {r.rid for r in view.unfinished if not r.traits.can_preempt}
         known.sort(key=lambda r: (r.rid not in bound, left_s.get(r.rid, inf), r.arrival_seq))
         taken: set[str] = set()

@@ -201,8 +201,11 @@ class FakeView:
     def waiting(self, rid: str) -> FakeRequest | None:
         return next((r for r in (*self.online, *self.offline) if r.rid == rid), None)
 
-    def can_pause(self, request: Request) -> bool:
-        return self.rules.partial and request.rid not in self.unholdable
+    def running_named(self, rids: Collection[str]) -> Mapping[str, FakeRequest]:
+        return {r.rid: r for r in self.running if r.rid in rids}
+
+    def cannot_pause(self, requests: Sequence[Request]) -> Sequence[Request]:
+        return [r for r in requests if not self.rules.partial or r.rid in self.unholdable]
 
     def length(self, request: Request) -> LengthEstimate:
         most = request.max_new_tokens - request.num_output_tokens

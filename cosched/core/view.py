@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -39,7 +39,7 @@ class BatchRules:
     """What the next batch may be, with the requests that run now; narrower than `EngineCaps`.
 
     mixed        prefill and the decodes of all running requests may share it
-    partial      the decode of some requests may pause (`View.can_pause` says which)
+    partial      the decode of some requests may pause (`View.cannot_pause` says which may not)
     must_decode  the iteration before this one was a prefill that could not mix, or the engine keeps
                  something of a decode only where it is alone: now the running requests decode
     """
@@ -419,8 +419,13 @@ class View(Protocol):
         """The request of this id, if it waits. O(1)."""
         ...
 
-    def can_pause(self, request: Request) -> bool:
-        """True if the decode of this running request may pause for an iteration (`Plan.paused`)."""
+    def running_named(self, rids: Collection[str]) -> Mapping[str, Request]:
+        """The running requests among these ids. O(ids)."""
+        ...
+
+    def cannot_pause(self, requests: Sequence[Request]) -> Sequence[Request]:
+        """Those of these running requests whose decode cannot pause for an iteration
+        (`Plan.paused`)."""
         ...
 
     def why_blocked(self, request: Request) -> SkipReason | None:

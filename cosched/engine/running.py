@@ -105,6 +105,8 @@ class RunningTable:
         self._columns = np.zeros((_NUM_COLUMNS, num_rows), dtype=np.int64)
         self._owners: Any = np.full(num_rows, None, dtype=object)
         """`TrackedRequest`s."""
+        self._rows: dict[str, int] = {}
+        """rid of each of them -> its row."""
         self._settling: dict[int, int] = {}
         """Rows of those whose prompt may still come into the tree, and their output when they came:
         under overlap they run before the result of their prefill is there."""
@@ -118,8 +120,13 @@ class RunningTable:
         """It has ended, or a plan has set KV aside for it: read it again if it runs."""
         if request.row is not None:
             self._read[request.row] = _NONE
-            self._owners[request.row] = None
-            request.row = None
+            self._let_go(request.row)
+
+    def _let_go(self, row: int) -> None:
+        owner: TrackedRequest | None = self._owners[row]
+        if owner is not None:
+            self._owners[row] = owner.row = None
+            del self._rows[owner.rid]
 
     def came(self, batch: Any) -> None:
         """The result of an iteration is known."""
@@ -200,6 +207,14 @@ class RunningTable:
             is_whole=not over,
         )
 
+    def named(self, rids: Iterable[str], running: Running) -> dict[str, TrackedRequest]:
+        """The running requests among these ids. O(ids)."""
+        runs = np.zeros(len(self._read), dtype=bool)
+        runs[running.rows] = True
+        rows = [row for rid in rids if (row := self._rows.get(rid)) is not None]
+        owners = self._owners[rows][runs[rows]].tolist() if rows else []
+        return {owner.rid: owner for owner in owners}
+
     def _estimate(self, rows: Any, *, most: int) -> None:
         """Estimate the lengths that are due again, `most` of them: the longest overdue first."""
         num_output = self._columns[_Column.OUTPUT, rows]
@@ -220,10 +235,11 @@ class RunningTable:
         if not port.is_under_way(req):
             return False
         tracked: TrackedRequest = req.cosched
-        before = self._owners[row]
-        if before is not None:
-            before.row = None
+        self._let_go(row)
+        if tracked.row is not None:
+            self._let_go(tracked.row)
         self._owners[row], tracked.row = tracked, row
+        self._rows[tracked.rid] = row
         promised = tracked.promised
         num_output = tracked.num_output_tokens
         self._columns[_LENGTH, row] = self._length(tracked, num_output) if self._estimates else 0

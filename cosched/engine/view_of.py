@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -154,9 +154,14 @@ class SchedulerView:
     def waiting(self, rid: str) -> TrackedRequest | None:
         return self._waiting.get(rid)
 
-    def can_pause(self, request: Request) -> bool:
-        """A request that is about to end cannot pause: the engine would not see its end."""
-        return self.rules.partial and not port.is_ending(_req(request))
+    def running_named(self, rids: Collection[str]) -> Mapping[str, TrackedRequest]:
+        return self._table.named(rids, self._running)
+
+    def cannot_pause(self, requests: Sequence[Request]) -> Sequence[Request]:
+        """Those that are about to end: the engine would not see their end."""
+        if not self.rules.partial:
+            return requests
+        return [r for r in cast(Sequence[TrackedRequest], requests) if port.is_ending(r.req)]
 
     @property
     def online(self) -> Iterable[TrackedRequest]:

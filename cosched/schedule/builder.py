@@ -236,11 +236,13 @@ class PlanBuilder:
     ) -> list[Request]:
         """Pause the decode of running requests for this iteration. Returns those that cannot
         pause."""
-        can_pause, held = self.view.can_pause, self.paused
-        going = [r for r in requests if r.rid not in held and can_pause(r)]
+        going = [request for request in requests if request.rid not in self.paused]
+        bound = self.view.cannot_pause(going)
+        if bound:
+            going = [request for request in going if request not in bound]
         self.ledger.refund_pauses(going)
         pausing = dict.fromkeys([request.rid for request in going], reason)
-        held.update(pausing)
+        self.paused.update(pausing)
         self.skipped.update(pausing)
         return [r for r in requests if r.rid not in pausing] if len(going) < len(requests) else []
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from cosched.core.plan import Plan, PreemptMode
 from cosched.core.request import Request, RequestClass
 from cosched.core.view import View
@@ -12,7 +14,7 @@ from cosched.schedule.ledger import Ledger
 
 def validate(plan: Plan, view: View) -> None:
     """PlanError names the limit that a plan breaks; one that passes is applied whole. O(requests
-    named in the plan), and O(running) where it names running ones.
+    named in the plan).
 
     Everything the plan spends is spent again on a ledger of its own.
     """
@@ -23,15 +25,8 @@ def validate(plan: Plan, view: View) -> None:
         return
     _check_caps(plan, view)
     unfinished = {request.rid: request for request in view.unfinished}
-    running: dict[str, Request] = {}
     waits = {rid: view.waiting(rid) for rid in plan.promise}
-    if (
-        plan.paused
-        or plan.hosts
-        or None in waits.values()
-        or any(preemption.rid not in unfinished for preemption in plan.preempt)
-    ):
-        running = {request.rid: request for request in view.running}
+    running = view.running_named(_running_ones(plan, waits))
     ledger = Ledger(view)
     preempted = _replay_preemptions(plan, ledger, running, unfinished)
     _replay_promises(plan, view, ledger, waits, running, unfinished, preempted)
@@ -54,6 +49,14 @@ def validate(plan: Plan, view: View) -> None:
     _check_decodes(plan, view, ledger, preempted)
 
 
+def _running_ones(plan: Plan, waits: Mapping[str, Request | None]) -> set[str]:
+    """rids of a plan that may be those of running requests."""
+    rids = {rid for rid, request in waits.items() if request is None}
+    rids.update(plan.paused, plan.hosts, (hosting.host for hosting in plan.hosts.values()))
+    rids.update(preemption.rid for preemption in plan.preempt)
+    return rids
+
+
 def _check_late(plan: Plan, view: View) -> None:
     for rid in plan.late:
         request = view.waiting(rid) or next((r for r in view.unfinished if r.rid == rid), None)
@@ -74,7 +77,7 @@ def _check_caps(plan: Plan, view: View) -> None:
 
 
 def _replay_preemptions(
-    plan: Plan, ledger: Ledger, running: dict[str, Request], unfinished: dict[str, Request]
+    plan: Plan, ledger: Ledger, running: Mapping[str, Request], unfinished: Mapping[str, Request]
 ) -> set[str]:
     preempted: set[str] = set()
     for preemption in plan.preempt:
@@ -95,9 +98,9 @@ def _replay_promises(
     plan: Plan,
     view: View,
     ledger: Ledger,
-    waits: dict[str, Request | None],
-    running: dict[str, Request],
-    unfinished: dict[str, Request],
+    waits: Mapping[str, Request | None],
+    running: Mapping[str, Request],
+    unfinished: Mapping[str, Request],
     preempted: set[str],
 ) -> None:
     """Before anything is admitted: a promise that is taken back frees memory for another."""
@@ -135,15 +138,15 @@ def _replay_promises(
 
 
 def _replay_pauses(
-    plan: Plan, view: View, ledger: Ledger, running: dict[str, Request], preempted: set[str]
+    plan: Plan, view: View, ledger: Ledger, running: Mapping[str, Request], preempted: set[str]
 ) -> None:
     if over := plan.paused.difference(running) | plan.paused & preempted:
         raise PlanError(f"paused but not running: {min(over)}")
     held = [running[rid] for rid in plan.paused]
-    if bound := [request.rid for request in held if not view.can_pause(request)]:
-        raise PlanError(f"paused, but its decode cannot pause now: {bound[0]}")
+    if bound := view.cannot_pause(held):
+        raise PlanError(f"paused, but its decode cannot pause now: {bound[0].rid}")
     ledger.refund_pauses(held)
-    num_running = len(running) - len(preempted & running.keys())
+    num_running = len(view.running) - len(preempted & running.keys())
     if plan.paused and not plan.prefill and len(plan.paused) == num_running:
         raise PlanError("all running requests are paused and nothing is prefilled")
 

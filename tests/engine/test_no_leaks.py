@@ -67,6 +67,8 @@ class Traffic:
         ]
         assert open_ends[0] == open_ends[1]
         assert view.progress() == Progress.of(view)
+        running = {request.rid: request for request in view.running}
+        assert view.running_named({*self.live, *running, "unknown"}) == running
         own = own_tokens([*view.running, *view.unfinished])
         assert (view.kv.online, view.kv.offline) == tuple(own[c] for c in RequestClass)
         for request_class in RequestClass:

@@ -30,7 +30,7 @@ class HoldingPolicy:
         plan, state = self._inner.plan(view, state)
         stopped = {p.rid for p in plan.preempt}
         running = [r.rid for r in view.running if r.rid not in stopped]
-        may_wait = {r.rid for r in view.running if view.can_pause(r)}
+        may_wait = {r.rid for r in view.running} - {r.rid for r in view.cannot_pause(view.running)}
         held = {
             rid
             for rid in running
@@ -107,7 +107,7 @@ def test_a_paused_request_is_visible_and_can_be_aborted(make_engine, overlap):
 
         def plan(self, view, state):
             plan, _ = policy.plan(view, None)
-            hold = frozenset(r.rid for r in view.running if view.can_pause(r)) & held
+            hold = held & {r.rid for r in view.running if not view.cannot_pause((r,))}
             return replace(plan, paused=hold), None
 
     scheduler.cosched.policy = HoldB()

@@ -125,7 +125,7 @@ class Packing:
             return None
         out = self.chosen[-1]
         limit_s = min(self.offline_s, out.residual_s - self.view.mean_iteration_s)
-        if limit_s < self._shortest_s or not self.view.can_pause(out.request):
+        if limit_s < self._shortest_s or self.view.cannot_pause((out.request,)):
             return None
         ledger = self.builder.ledger.fork()
         ledger.drop_decode(out.context)

@@ -102,7 +102,8 @@ def _settle(work: Work) -> None:
 
 def _choose(work: Work) -> None:
     """Step 2: GTs until the KV is full, and guests for them."""
-    waiting = [r for r in work.waiting() if work.view.can_pause(r)]
+    bound = {request.rid for request in work.view.cannot_pause(work.waiting())}
+    waiting = [request for request in work.waiting() if request.rid not in bound]
     if not waiting:
         return
     if not (work.is_due or not work.groups or any(map(is_impatient, waiting))):
