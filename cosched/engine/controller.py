@@ -20,7 +20,6 @@ from cosched.core.caps import EngineCaps
 from cosched.core.group import NO_OTHERS
 from cosched.core.plan import EMPTY_PLAN, Plan, PreemptMode, SkipReason
 from cosched.core.request import LateReason, Request
-from cosched.core.view import Ended
 from cosched.core.wire import LATE_KEY
 from cosched.engine import port
 from cosched.engine.clock import EngineClock
@@ -57,10 +56,10 @@ MAX_BACKOFF_PLANS = 64
 
 
 class _Before(NamedTuple):
-    """What the latest plan was made with. state: the policy's; ended: `Moment.ended`."""
+    """What the latest plan was made with. state: the policy's."""
 
     state: Any
-    ended: tuple[Ended, ...]
+    moment: Moment
 
 
 @dataclass(kw_only=True, eq=False)
@@ -141,12 +140,10 @@ class Controller:
         port.admit_ready_grammars(scheduler)
         nothing_runs = scheduler.chunked_req is None and running_batch.is_empty()
         is_idle = nothing_runs and not self.waiting.may_admit
-        if not is_idle and port.holds_ended(running_batch):
-            running_batch.filter_batch()
         if self.group is not None:
             self._agreed = None
             if not is_idle and self.timekeeper is not None:
-                self._agreed = self.view(running_batch, self._advance(is_again=False))
+                self._agreed = self._look(running_batch, is_again=False)
             self.group.agree(self.policy, self._agreed)
         if is_idle:
             self.idle()
@@ -211,6 +208,8 @@ class Controller:
 
     def _report(self, *, is_idle: bool) -> None:
         """What people are told: no plan waits for it."""
+        if self.isolated is not None and not self.isolated.promises and self._before is not None:
+            self._follow_isolated(self._before.moment.now_s)
         with self.guard.watching("metrics"):
             if self.kv is not None:
                 self.kv.count_uses()
@@ -278,7 +277,7 @@ class Controller:
         started_s = time.perf_counter()
         view, self._agreed = self._agreed, None
         if view is None:
-            view = self.view(running_batch, self._advance(is_again))
+            view = self._look(running_batch, is_again=is_again)
         made = self.guard.plan(self.policy, self.config.policy, view, self._state)
         if made is not None:
             plan, self._state = made
@@ -290,8 +289,8 @@ class Controller:
         self._record(plan, view, time.perf_counter() - started_s)
         return plan
 
-    def _advance(self, is_again: bool) -> Moment:
-        """Say to all that depends on time what time it is."""
+    def _look(self, running_batch: Any, *, is_again: bool) -> SchedulerView:
+        """Say to all that depends on time what time it is, and look."""
         now_s = self.clock.now_s()
         moment = Moment(now_s, now_s)
         with self.guard.watching("timekeeper"):
@@ -299,18 +298,23 @@ class Controller:
             moment = self.timekeeper.moment()
         if is_again and self._before is not None:
             self._state = self._before.state
-            moment = moment._replace(ended=self._before.ended + moment.ended)
-        self._before = _Before(self._state, moment.ended)
+            moment = moment._replace(ended=self._before.moment.ended + moment.ended)
+        self._before = _Before(self._state, moment)
         self.arrivals.looked(moment.now_s)
         self.waiting.advance(moment.now_s)
+        if self.isolated is not None and self.isolated.promises:
+            self._follow_isolated(moment.now_s)
+        view = self.view(running_batch, moment)
         if self.kv is not None:
             with self.guard.watching("kv"):
-                self.kv.advance(moment.now_s, self.predictor)
-        if self.isolated is not None:
-            with self.guard.watching("isolated"):
-                self.isolated.advance(moment.now_s)
+                self.kv.advance(moment.now_s, self.predictor, own=view.own)
         self.predictor.error = error_factor(self.config.predictor_error, self.counters.num_plans)
-        return moment
+        return view
+
+    def _follow_isolated(self, now_s: float) -> None:
+        assert self.isolated is not None
+        with self.guard.watching("isolated"):
+            self.isolated.advance(now_s)
 
     def view(self, running_batch: Any, moment: Moment) -> SchedulerView:
         """What a plan made now would see."""

@@ -119,7 +119,7 @@ class IsolatedWatch:
         self._baseline.ended(tracked.rid, num_output)
 
     def advance(self, now_s: float) -> None:
-        """Before a plan is made."""
+        """All requests that came by then have arrived."""
         self._baseline.advance(now_s, self._predict_s)
         for served in self._baseline.pop_served():
             achieved = self._achieved.pop(served.rid, None)
@@ -134,9 +134,12 @@ class IsolatedWatch:
     def _can_predict(self) -> bool:
         """A promise waits until decodes without a prefill have been measured too; beside a batch
         there may be none for long, and then people see what is estimated of them."""
-        if isinstance(self._ttft, Promise) or isinstance(self._tpot, Promise):
-            return self._predictor.is_known
-        return self._predictor.knows_prefills
+        return self._predictor.is_known if self.promises else self._predictor.knows_prefills
+
+    @property
+    def promises(self) -> bool:
+        """Plans keep a tolerance; else this is for people and metrics only."""
+        return isinstance(self._ttft, Promise) or isinstance(self._tpot, Promise)
 
     def _predict_s(self, totals: BatchTotals) -> float:
         return self._predictor.estimate_s(totals) * self._predictor.error
@@ -144,9 +147,9 @@ class IsolatedWatch:
     @property
     def headroom(self) -> ToleranceHeadroom | None:
         """None: nothing is promised."""
-        ttft, tpot = (one if isinstance(one, Promise) else None for one in (self._ttft, self._tpot))
-        if ttft is None and tpot is None:
+        if not self.promises:
             return None
+        ttft, tpot = (one if isinstance(one, Promise) else None for one in (self._ttft, self._tpot))
         return ToleranceHeadroom(
             wait_s=None if ttft is None else ttft.headroom * ttft.mean_baseline_s / self._waits,
             tpot=None if tpot is None else self._tpot_headroom(tpot),

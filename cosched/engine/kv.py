@@ -219,8 +219,11 @@ class KvManager:
 
     # --- Between two plans ---
 
-    def advance(self, now_s: float, predictor: Predictor) -> None:
-        """Update everything before a plan is made."""
+    def advance(
+        self, now_s: float, predictor: Predictor, *, own: Callable[[], Mapping[RequestClass, int]]
+    ) -> None:
+        """Update everything before a plan is made. own: KV tokens that requests under way hold
+        outside the tree."""
         for tracked in self._gone:
             self._leave(tracked, now_s)
         self._gone.clear()
@@ -238,7 +241,7 @@ class KvManager:
             num_kinds=1,
         )
         if now_s - self._learnt_s >= _LEARN_PERIOD_S:
-            self._learn(now_s)
+            self._learn(now_s, own()[RequestClass.ONLINE])
         self.leaves.advance(now_s)
         if self.copies is not None and not self._is_ranked:
             assert isinstance(self.core, HostedTreeCore)
@@ -339,16 +342,17 @@ class KvManager:
         visit = Visit(kind, now_s, num_tokens, ttft_s)
         self.kv_tree.left(tracked.req.last_node, visit)
 
-    def _learn(self, now_s: float) -> None:
+    def _learn(self, now_s: float, num_own: int) -> None:
         elapsed_s = now_s - self._learnt_s
         self._device_turnover.learn(self.core.evicted["all"], elapsed_s)
         self._host_turnover.learn(self.core.evicted["host"], elapsed_s)
         self._learnt_s = now_s
-        self.demand.sample(self._online_tokens(), now_s)
+        self.demand.sample(self._online_tokens(num_own), now_s)
 
-    def _online_tokens(self) -> int:
-        """Held by online requests, and needed by those that are expected to continue."""
-        held = self._own_tokens()[RequestClass.ONLINE] + self.kv_tree.num_held_online
+    def _online_tokens(self, num_own: int) -> int:
+        """Held by online requests, and needed by those that are expected to continue. num_own:
+        those that they hold outside the tree."""
+        held = num_own + self.kv_tree.num_held_online
         if self.config.reservation == "echo":
             return held
         expected = self.reuse.expected_tokens()

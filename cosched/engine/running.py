@@ -357,7 +357,8 @@ class Running:
         self._allocated = allocated
         self._page_size = page_size
         self._decode_reserve = decode_reserve
-        self._has_promises = bool((columns[_Column.PROMISED] != _NONE).any())
+        self._is_promised = columns[_Column.PROMISED] != _NONE
+        self._num_promised = int(np.count_nonzero(self._is_promised))
         is_offline = columns[_Column.OFFLINE]
         self.places = {
             RequestClass.ONLINE: (is_offline == 0).nonzero()[0],
@@ -394,7 +395,7 @@ class Running:
     def progress(self) -> Progress:
         num_output = self.columns[_Column.OUTPUT].tolist()
         promised: list[int | None] = [None] * len(num_output)
-        if self._has_promises:
+        if self._num_promised:
             promised = [None if n == _NONE else n for n in self.columns[_Column.PROMISED].tolist()]
         return Progress(num_output, promised)
 
@@ -407,28 +408,26 @@ class Running:
     def to_come(self) -> tuple[Any, Any]:
         """Of requests without promised KV: output still to come in all their slots, of those that
         may end early, and of those that cannot."""
-        columns = self.columns
+        columns, is_free = self.columns, ~self._is_promised
         num_left = columns[_Column.LIMIT] - columns[_Column.OUTPUT]
+        if self._num_promised == len(num_left):
+            return num_left[:0], num_left[:0]
         if not self.are_plain:
             num_left *= columns[_Column.SLOTS]
         is_certain = columns[_Column.CERTAIN] != 0
-        if not self._has_promises and not is_certain.any():
-            return num_left, num_left[:0]
-        is_free = columns[_Column.PROMISED] == _NONE
         return num_left[is_free & ~is_certain], num_left[is_free & is_certain]
 
     @cached_property
     def promised(self) -> int:
         """KV tokens kept for what plans have promised, less what guests have taken of it."""
-        if not self._has_promises:
+        if not self._num_promised:
             return 0
         columns = self.columns
-        num_left = (
-            np.maximum(columns[_Column.PROMISED] - columns[_Column.OUTPUT], 0)
-            * columns[_Column.SLOTS]
-        )
-        num_promised = int((columns[_Column.PROMISED] != _NONE).sum())
-        return promised_tokens(int(num_left.sum()), num_promised) - sum(self.lent.values())
+        num_left = np.maximum(columns[_Column.PROMISED] - columns[_Column.OUTPUT], 0)
+        if not self.are_plain:
+            num_left *= columns[_Column.SLOTS]
+        num_lent = sum(self.lent.values())
+        return promised_tokens(int(num_left.sum()), self._num_promised) - num_lent
 
     @property
     def taken(self) -> Mapping[str, int]:

@@ -186,11 +186,14 @@ class SchedulerView:
         num_here, num = (len(r.by_class[offline].requests) for r in (self._running, self._holders))
         return replace(limits, max_running=max(limits.max_running - (num - num_here), 0))
 
+    def own(self) -> Mapping[RequestClass, int]:
+        """KV tokens that requests of each class hold outside the tree."""
+        return own_tokens(self.unfinished, self._holders.own())
+
     @cached_property
     def kv(self) -> KvState:
         scheduler = self._scheduler
-        running = self._holders
-        own = own_tokens(self.unfinished, running.own())
+        running, own = self._holders, self.own()
         remaining, certain = running.to_come()
         return KvState(
             total=port.kv_total(scheduler),

@@ -13,7 +13,7 @@ iterations a request was paused, nor whether its last result is still in flight.
 from __future__ import annotations
 
 import copy
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from typing import Any
 
 from sglang.srt.utils.common import async_h2d
@@ -26,14 +26,14 @@ from cosched.engine.port.request import is_ending
 class SplitBatch:
     """A running batch of which only the part `active` decodes in this iteration."""
 
-    def __init__(self, running_batch: Any, held: Set[str]) -> None:
-        """held: at least one request of the batch and, unless a prefill runs, not all of them."""
+    def __init__(self, running_batch: Any, is_held: Sequence[bool]) -> None:
+        """is_held: of each request of the batch; at least one and, unless a prefill runs, not
+        all."""
         self._whole = running_batch
-        self._held = {req for req in running_batch.reqs if req.rid in held}
-        self.active = _part(
-            running_batch,
-            [i for i, req in enumerate(running_batch.reqs) if req not in self._held],
-        )
+        self._is_held = is_held
+        keep = [place for place, held in enumerate(is_held) if not held]
+        self._num_active = len(keep)
+        self.active = _part(running_batch, keep)
 
     def rejoin(self, batch: Any) -> Any:
         """The running batch when `batch` is ready to run.
@@ -43,34 +43,32 @@ class SplitBatch:
         requests leave the running batch until it has run, as in SGLang. Requests that the engine
         has retracted or finished leave too.
         """
-        whole = self._whole
-        decodes = batch is self.active and batch.forward_mode.is_decode()
-        mixed = set() if decodes or batch is None else set(decodes_of(batch))
-        stays = self._held | set(self.active.reqs) - mixed
-        keep = [i for i, req in enumerate(whole.reqs) if req in stays]
-        if len(keep) < len(whole.reqs):
-            whole.filter_batch(keep_indices=keep)
+        whole, active, is_held = self._whole, self.active, self._is_held
+        decodes = batch is active and batch.forward_mode.is_decode()
+        if not decodes or len(active.reqs) < self._num_active:
+            mixed = set() if decodes or batch is None else set(decodes_of(batch))
+            stays = set(active.reqs) - mixed
+            keep = [i for i, req in enumerate(whole.reqs) if is_held[i] or req in stays]
+            if len(keep) < len(whole.reqs):
+                whole.filter_batch(keep_indices=keep)
+                is_held = [is_held[i] for i in keep]
         if decodes:
-            _lengthen(whole, [0 if req in self._held else 1 for req in whole.reqs])
-            rows = {req: row for row, req in enumerate(whole.reqs)}
-            copy_rows(
-                self.active.sampling_info.penalizer_orchestrator,
-                whole.sampling_info.penalizer_orchestrator,
-                [rows[req] for req in self.active.reqs],
-            )
+            _lengthen(whole, [0 if held else 1 for held in is_held])
+            copy_rows(active, whole)
         return whole
 
     @property
     def adapters(self) -> Set[str | None]:
         """LoRA adapters of the paused requests, which stay in use."""
-        return {req.lora_id for req in self._held}
+        pairs = zip(self._whole.reqs, self._is_held, strict=True)
+        return {req.lora_id for req, held in pairs if held}
 
 
 def split(running_batch: Any, held: Set[str]) -> SplitBatch | None:
     """Divide a running batch (see `port.can_pause`). None if nothing is paused: requests that are
     about to end are not."""
-    held = {req.rid for req in running_batch.reqs if req.rid in held and not is_ending(req)}
-    return SplitBatch(running_batch, held) if held else None
+    is_held = [req.rid in held and not is_ending(req) for req in running_batch.reqs]
+    return SplitBatch(running_batch, is_held) if any(is_held) else None
 
 
 def _part(batch: Any, indices: list[int]) -> Any:

@@ -85,11 +85,14 @@ def copy_for_part(orchestrator: Any, part: Any) -> Any:
     return other
 
 
-def copy_rows(source: Any, target: Any, rows: list[int]) -> None:
-    """Copy the rows of a part back: row i becomes row `rows[i]` of the whole."""
+def copy_rows(part: Any, whole: Any) -> None:
+    """Copy the rows of a part of a batch back."""
+    source, target = (b.sampling_info.penalizer_orchestrator for b in (part, whole))
     if not (source.is_required and target.is_required):
         return
-    index = async_h2d(rows, dtype=torch.int64, device=target.device)
+    rows = {req: row for row, req in enumerate(whole.reqs)}
+    places = [rows[req] for req in part.reqs]
+    index = async_h2d(places, dtype=torch.int64, device=target.device)
     for kind, penalizer in source.penalizers.items():
         if not penalizer.is_prepared():
             continue
