@@ -152,7 +152,7 @@ class BatchTotals:
         if not len(contexts):
             return
         if isinstance(contexts, np.ndarray):
-            total, longest = int(contexts.sum()), int(contexts.max())
+            total, longest = int(np.add.reduce(contexts)), int(np.maximum.reduce(contexts))
         else:
             total, longest = sum(contexts), max(contexts)
         self.num_decodes += len(contexts)

@@ -427,7 +427,7 @@ class Running:
         if not self.are_plain:
             num_left *= columns[_Column.SLOTS]
         num_lent = sum(self.lent.values())
-        return promised_tokens(int(num_left.sum()), self._num_promised) - num_lent
+        return promised_tokens(int(np.add.reduce(num_left)), self._num_promised) - num_lent
 
     @property
     def taken(self) -> Mapping[str, int]:

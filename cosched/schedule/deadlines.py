@@ -41,6 +41,8 @@ from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
+import numpy as np
+
 from cosched.core.group import RankNeeds
 from cosched.core.request import Request, RequestClass, Slo, num_tokens_of
 from cosched.core.view import Decodes, ToleranceHeadroom, View
@@ -341,7 +343,8 @@ def _kv_share(builder: PlanBuilder, crowded_share: float) -> float:
     when they fill it. inf: it is not crowded."""
     view = builder.view
     prompts = sum(request.num_prompt_tokens for request in online_prefills(view))
-    held_share = (int(builder.online.contexts.sum()) + prompts) / view.kv.total
+    held = int(np.add.reduce(builder.online.contexts))
+    held_share = (held + prompts) / view.kv.total
     if held_share <= crowded_share:
         return math.inf
     return max(1 - held_share, 0.0) / (1 - crowded_share)
