@@ -161,7 +161,10 @@ class SchedulerView:
         """Those that are about to end: the engine would not see their end."""
         if not self.rules.partial:
             return requests
-        return [r for r in cast(Sequence[TrackedRequest], requests) if port.is_ending(r.req)]
+        tracked = cast(Sequence[TrackedRequest], requests)
+        if not port.are_any_ending([request.req for request in tracked]):
+            return ()
+        return [request for request in tracked if port.is_ending(request.req)]
 
     @property
     def online(self) -> Iterable[TrackedRequest]:

@@ -177,6 +177,21 @@ def test_another_one_in_a_row_is_looked_at(knows):
     assert (before.row, after.row) == (None, 1)
 
 
+def test_requests_are_found_by_their_ids_also_in_another_row():
+    engine = Engine()
+    moved, other = Request("a", row=1), Request("b", row=1)
+    engine.running([moved])
+    moved.req_row = 2  # the engine itself took it out and admitted it again
+    engine.running([moved])
+    engine.generations[1] += 1
+    both = engine.running([moved, other])
+    assert (moved.row, other.row) == (2, 1)
+    assert engine.table.named({"a1", "b1", "c1"}, both) == {"a1": moved, "b1": other}
+    assert engine.table.named({"a1", "b1"}, engine.running([other])) == {"b1": other}
+    engine.table.forget(moved)
+    assert engine.table.named({"a1"}, both) == {}
+
+
 def test_nothing_is_kept_of_those_that_are_over():
     engine = Engine()
     requests = [Request("a", row=row) for row in range(50)]

@@ -126,6 +126,11 @@ def is_ending(req: Any) -> bool:
     return req.to_finish is not None
 
 
+def are_any_ending(reqs: Iterable[Any]) -> bool:
+    """Whether that is so of one of them: a plan asks for hundreds."""
+    return any([req.to_finish is not None for req in reqs])
+
+
 def is_aborted(req: Any) -> bool:
     """Whether a finished request was aborted, by an error or by its client."""
     return isinstance(req.finished_reason, FINISH_ABORT)
