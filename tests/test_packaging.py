@@ -134,8 +134,9 @@ RULES = {
     "decisions depend on no clock, no chance and no engine": lambda importer, module: (
         unit_of(importer) in PURE and top_of(module) in UNDECIDED
     ),
-    "core imports the standard library only": lambda importer, module: (
-        unit_of(importer) == "core" and top_of(module) not in {"cosched", *sys.stdlib_module_names}
+    "core imports the standard library and numpy only": lambda importer, module: (
+        unit_of(importer) == "core"
+        and top_of(module) not in {"cosched", "numpy", *sys.stdlib_module_names}
     ),
 }
 
