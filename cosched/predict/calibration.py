@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, fields
 from hashlib import blake2b
 from itertools import chain
@@ -63,7 +63,9 @@ class Calibrator(Predictor):
             (`_cell`) of the phase. Until `LEAST_OBSERVATIONS` of them the phase is cold:
             `cold_start_s`, slower by the median ratio of the last cold iterations, never faster.
     scale   Median ratio of measured time to shape over the last `SCALE_WINDOW` iterations. If it is
-            off by more than `REFIT_ERROR`, the machine has changed, and the shape is fitted again.
+            off by more than `REFIT_ERROR`, the shape is fitted again: to times as they were measured,
+            as the shape may be wrong for what runs now. Where iterations of the same kind took so
+            much less or more before (`_change`), the machine has changed, and older times are scaled.
     growth  Beyond the largest iteration known (`_known`) time is assumed to grow in proportion to
             whatever is exceeded most. Time per token falls with the size of a batch, so that is too
             long rather than too short; and as it is finite, a limit above the time of the largest
@@ -170,15 +172,14 @@ class Calibrator(Predictor):
         phase = self._phases[totals.num_new > 0]
         observed = _Observation(self.num_observed, totals, seconds)
         if phase.shape is not None and self.knows(totals):
-            observed.ratio = seconds / (phase.shape.predict_s(totals) * self._growth(totals))
+            self._compare(observed)
             self._recent.append(observed)
             self._update_scale()
         if self._known is not None:
             phase.keep(observed)
             self._known.add(totals)
-            is_off = abs(self.scale - 1) > REFIT_ERROR
-            if self._fit is None and phase.is_due(is_off=is_off):
-                self._fit = self._fitting(rescale=is_off)
+            if self._fit is None and phase.is_due(is_off=_is_off(self.scale)):
+                self._fit = self._fitting()
             self._go_on_fitting()
 
     def _go_on_fitting(self) -> None:
@@ -202,13 +203,29 @@ class Calibrator(Predictor):
         second = newest[-2] if len(newest) > 1 else 1.0
         self.margin = min(max(0.0, second / self.scale - 1), MOST_MARGIN)
 
-    def _fitting(self, *, rescale: bool) -> Generator[None, None, None]:
-        """Fit the phases that have enough observations, in steps. rescale: what was observed before
-        the scale was, is as much longer or shorter now."""
-        if rescale:
+    def _compare(self, observed: _Observation) -> None:
+        """With the shape, and with earlier iterations of its kind."""
+        totals = observed.totals
+        phase = self._phases[totals.num_new > 0]
+        assert phase.shape is not None, "it is not cold"
+        observed.ratio = observed.seconds / (phase.shape.predict_s(totals) * self._growth(totals))
+        observed.usual_ratio = phase.usual_ratio(totals)
+
+    def _change(self) -> float:
+        """How many times longer iterations take than those of the same kind did; 1.0 where most are
+        of kinds that are new."""
+        changes = [o.ratio / o.usual_ratio for o in self._recent if o.usual_ratio is not None]
+        if len(changes) <= SCALE_WINDOW // 2:
+            return 1.0
+        return sorted(changes)[len(changes) // 2]
+
+    def _fitting(self) -> Generator[None, None, None]:
+        """Fit the phases that have enough observations, in steps."""
+        change = self._change()
+        if _is_off(change):
             before = self._recent[0].number
             for phase in self._phases.values():
-                phase.kept.rescale(self.scale, before=before)
+                phase.kept.rescale(change, before=before)
         assert self._known is not None, "a given predictor keeps its form"
         num_new, graphs = self._known.new, self._graphs
         shapes: dict[bool, PhaseCosts] = {}
@@ -218,13 +235,11 @@ class Calibrator(Predictor):
                 shapes[has_prefills] = yield from phase.fitting(sizes, has_prefills=has_prefills)
                 yield
         for has_prefills, found in shapes.items():
-            self._phases[has_prefills].shape = found
+            self._phases[has_prefills].fitted(found)
         self.num_fits += 1
         self._known.fitted_new = num_new
         for observed in self._recent:
-            shape = self._phases[observed.totals.num_new > 0].shape
-            assert shape is not None, "it was not cold"
-            observed.ratio = observed.seconds / shape.predict_s(observed.totals)
+            self._compare(observed)
         self._update_scale()
 
     def describe(self) -> dict[str, object]:
@@ -242,12 +257,19 @@ class Calibrator(Predictor):
 
 @dataclass(slots=True)
 class _Observation:
-    """ratio: measured time over shape and growth."""
+    """ratio         measured time over shape and growth
+    usual_ratio  of earlier iterations of its kind; None: there were none
+    """
 
     number: int
     totals: BatchTotals
     seconds: float
     ratio: float = 1.0
+    usual_ratio: float | None = None
+
+
+def _is_off(scale: float) -> bool:
+    return abs(scale - 1) > REFIT_ERROR
 
 
 class _Phase:
@@ -260,6 +282,8 @@ class _Phase:
         self.kept = _Kept()
         self._num_fitted = 0
         self._cold_ratios: deque[float] = deque(maxlen=LEAST_OBSERVATIONS)
+        self._usual_ratios: dict[tuple[int, ...], float | None] = {}
+        """Of each kind, as it was when it came first after the last fit."""
 
     def keep(self, observed: _Observation) -> None:
         self.kept.add(observed)
@@ -285,6 +309,22 @@ class _Phase:
         self._num_fitted = self.num_kept
         table, seconds = self.kept.table()
         return PhaseCosts.fitting(table, seconds, graphs, has_prefills=has_prefills)
+
+    def fitted(self, shape: PhaseCosts) -> None:
+        """A fit is done."""
+        self.shape = shape
+        self._usual_ratios.clear()
+
+    def usual_ratio(self, totals: BatchTotals) -> float | None:
+        """Median ratio of measured time to shape of the kept iterations of this kind, as it was
+        soon after the last fit; None: there were none."""
+        cell = _cell(totals)
+        if cell not in self._usual_ratios:
+            assert self.shape is not None, "it is not cold"
+            kept = self.kept.of_kind(cell)
+            ratios = sorted(seconds / self.shape.predict_s(each) for each, seconds in kept)
+            self._usual_ratios[cell] = ratios[len(ratios) // 2] if ratios else None
+        return self._usual_ratios[cell]
 
     def describe(self) -> dict[str, object]:
         shape = None if self.shape is None else self.shape.describe()
@@ -316,6 +356,15 @@ class _Kept:
                 self._columns = np.hstack((self._columns, np.empty_like(self._columns)))
         cell.append(place)
         self._columns[:, place] = (*_fields(observed.totals), observed.seconds, observed.number)
+
+    def of_kind(self, cell: tuple[int, ...]) -> Iterator[tuple[BatchTotals, float]]:
+        """Totals and seconds."""
+        for place in self._cells.get(cell, ()):
+            *values, seconds, _ = self._columns[:, place].tolist()
+            totals = BatchTotals()
+            for name, value in zip(_FIELDS, values, strict=True):
+                setattr(totals, name, int(value))
+            yield totals, seconds
 
     def rescale(self, factor: float, *, before: int) -> None:
         """What was observed before iteration `before` counts as that many times longer."""

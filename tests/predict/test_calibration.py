@@ -217,6 +217,29 @@ class TestWarm:
             calibrator.observe(batch, TRUTH.iteration_s(batch))
         assert calibrator.scale == pytest.approx(1.0, abs=0.15)
 
+    def test_a_shape_that_is_wrong_for_new_kinds_does_not_change_times_of_earlier_ones(self):
+        """Chat alone, then prompts over long prefixes beside it, which take longer than a fit to
+        few of them says: the machine is the same."""
+
+        def seconds(batch):
+            is_long = any(p.num_cached > 3000 for p in batch.prefills)
+            return TRUTH.iteration_s(batch) * (1.6 if is_long else 1.0)
+
+        random = np.random.default_rng(0)
+
+        def batch(num_cached):
+            num_new = int(random.integers(64, 512))
+            prefills = () if num_cached is None else [Prefill(num_new, num_cached)]
+            decodes = random.integers(200, 2000, random.integers(4, 16)).tolist()
+            return BatchShape(prefills=prefills, decodes=decodes)
+
+        chat = [batch(None) for _ in range(100)]
+        short, long = ([batch(num_cached) for _ in range(200)] for num_cached in (0, 4000))
+        calibrator = Calibrator()
+        for each in [*chat, *short, *long]:
+            calibrator.observe(each, seconds(each))
+        assert np.abs(estimate_errors(calibrator, chat)).mean() < 0.02
+
     @pytest.mark.parametrize("shape", [None, "given"])
     def test_what_was_not_seen_since_the_machine_changed_is_as_much_slower(self, shape):
         calibrator = learned(calibrator=Calibrator(given_shape() if shape else None))
