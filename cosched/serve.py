@@ -143,9 +143,9 @@ def check_latency_model(server_args: Any, config: Config) -> None:
     only after the model is loaded."""
     from sglang.srt.configs.model_config import ModelConfig
 
-    from cosched.engine.identity import given_predictor
+    from cosched.engine.identity import calibrator_of
 
-    given_predictor(server_args, lambda: ModelConfig.from_server_args(server_args), config)
+    calibrator_of(server_args, lambda: ModelConfig.from_server_args(server_args), config)
 
 
 def _check_plugin_active() -> None:

@@ -21,7 +21,7 @@ from cosched.engine.exporter import MetricsExporter
 from cosched.engine.faults import RequestFaults
 from cosched.engine.group import Group, Microbatches
 from cosched.engine.guard import Guard
-from cosched.engine.identity import given_predictor
+from cosched.engine.identity import calibrator_of
 from cosched.engine.isolated import IsolatedWatch
 from cosched.engine.kv import KvManager, transfer_s_of
 from cosched.engine.last_moment import Arrivals, LastMoment
@@ -51,7 +51,6 @@ from cosched.pool.pool import ArrivalQueue, OfflinePool
 from cosched.pool.prefix_pool import PrefixPool
 from cosched.pool.tenants import TenantPool
 from cosched.predict.account import Account
-from cosched.predict.calibration import Calibrator
 from cosched.predict.fitted import GraphSizes
 from cosched.predict.tolerance import ToleranceConfig
 from cosched.schedule.base import PolicySettings
@@ -132,8 +131,10 @@ def _controller(
         ecoserve=config.ecoserve,
         tiers=config.online_tiers(),
     )
-    predictor = Calibrator(
-        given_predictor(scheduler.server_args, lambda: scheduler.model_config, config),
+    predictor = calibrator_of(
+        scheduler.server_args,
+        lambda: scheduler.model_config,
+        config,
         graphs=port.graph_sizes_of(scheduler),
     )
     ranks: Ranks | None = None

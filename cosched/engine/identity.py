@@ -11,24 +11,33 @@ from typing import Any
 
 from cosched.config import Config
 from cosched.policies import policy_entry
-from cosched.predict.fitted import FittedPredictor
+from cosched.predict.calibration import Calibrator
+from cosched.predict.fitted import GraphSizes
+from cosched.predict.linear import CoschedPredictor
 from cosched.predict.profile_file import EngineIdentity, Profile
 
 STANDS_FOR = "cosched_stands_for"
 """Key in the ``config.json`` of a stand-in model: the identity of the engine that it plays."""
 
 
-def given_predictor(
-    server_args: Any, model_config: Callable[[], Any], config: Config
-) -> FittedPredictor | None:
-    """The predictor of the configuration's profile; None without one, or where no plan depends on
-    time. ConfigError when the profile is of another engine."""
+def calibrator_of(
+    server_args: Any,
+    model_config: Callable[[], Any],
+    config: Config,
+    *,
+    graphs: GraphSizes | None = None,
+) -> Calibrator:
+    """Starts from the configuration's profile; cold without one, or where no plan depends on time.
+    cosched's own predictor goes on learning from there, those of papers keep their form.
+    ConfigError when the profile is of another engine."""
     entry = policy_entry(config.policy)
     if config.latency_model is None or not entry.timed:
-        return None
+        return Calibrator(graphs=graphs)
     expected = identity_of(server_args, model_config())
-    name = config.predictor or entry.predictor
-    return Profile.predictor_for(Path(config.latency_model), expected, name=name)
+    profile = Profile.of_engine(Path(config.latency_model), expected)
+    shape = profile.predictor_named(config.predictor or entry.predictor)
+    points = profile.points if isinstance(shape, CoschedPredictor) else ()
+    return Calibrator(shape, graphs=graphs, points=[(p.batch, p.seconds) for p in points])
 
 
 def identity_of(server_args: Any, model_config: Any) -> EngineIdentity:

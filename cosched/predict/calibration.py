@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, fields
 from hashlib import blake2b
 from itertools import chain
@@ -38,6 +38,8 @@ MOST_GROWTH = 1.1
 """Iterations that are larger than what is known by more say nothing about the scale."""
 REFIT_ERROR = 0.15
 """A scale that is off by more asks for a fit."""
+NUM_ALIKE = 3
+"""Iterations that are compared with earlier ones of their kind: one disturbed one is no change."""
 
 
 def cold_start_s(totals: BatchTotals) -> float:
@@ -60,16 +62,18 @@ class Calibrator(Predictor):
     There are two phases: iterations with a prefill, and decode-only ones.
 
     shape   The predictor it was given, or one fitted to the newest iterations of each kind
-            (`_cell`) of the phase. Until `LEAST_OBSERVATIONS` of them the phase is cold:
-            `cold_start_s`, slower by the median ratio of the last cold iterations, never faster.
+            (`_cell`) of the phase, those of a profile among them. Until `LEAST_OBSERVATIONS` of
+            them the phase is cold: `cold_start_s`, slower by the median ratio of the last cold
+            iterations, never faster.
     scale   Median ratio of measured time to shape over the last `SCALE_WINDOW` iterations. If it is
-            off by more than `REFIT_ERROR`, the shape is fitted again: to times as they were measured,
-            as the shape may be wrong for what runs now. Where iterations of the same kind took so
-            much less or more before (`_change`), the machine has changed, and older times are scaled.
+            off by more than `REFIT_ERROR`, the shape is fitted again. It may be wrong for what runs
+            now. Only if iterations of the same kind took less or more time before (`_change`), the
+            machine has changed, and older times are scaled.
     growth  Beyond the largest iteration known (`_known`) time is assumed to grow in proportion to
             whatever is exceeded most. Time per token falls with the size of a batch, so that is too
             long rather than too short; and as it is finite, a limit above the time of the largest
-            iteration always admits a larger one. A given predictor is trusted at every size.
+            iteration always admits a larger one. A predictor that keeps its form is trusted at
+            every size.
     margin  The second largest excess over the estimate of the last `MARGIN_WINDOW` iterations: a
             quantile of the errors that one disturbed iteration does not move.
 
@@ -83,13 +87,23 @@ class Calibrator(Predictor):
     margin: float = 0.0
     """Share by which predictions are longer than the estimate."""
 
-    def __init__(self, shape: Predictor | None = None, *, graphs: GraphSizes | None = None) -> None:
-        """shape   predictor of this machine and model, which keeps its form; None: start cold
+    def __init__(
+        self,
+        shape: Predictor | None = None,
+        *,
+        graphs: GraphSizes | None = None,
+        points: Sequence[tuple[BatchShape, float]] = (),
+    ) -> None:
+        """shape   predictor of this machine and model; None: start cold
         graphs     sizes with CUDA graphs, for fitting; None: there are none
+        points     iterations and their times [s] that the shape was fitted to: it is fitted again
+                   to these and to what is observed; without them a given shape keeps its form
         """
         self._phases = {has_prefills: _Phase(shape) for has_prefills in (False, True)}
         self._graphs = graphs
-        self._known: _Sizes | None = None if shape else _Sizes()
+        self._known: _Sizes | None = None if shape and not points else _Sizes()
+        if self._known is not None:
+            self._begin_with(points, self._known)
         self._recent: deque[_Observation] = deque(maxlen=SCALE_WINDOW)
         self._fit: Generator[None, None, None] | None = None
         """The fit that is under way."""
@@ -101,6 +115,13 @@ class Calibrator(Predictor):
         """Factor by which predictions are wrong on purpose (`error_factor`); not learned from."""
         self.load_s_per_token = 0.0
         """A token of KV from host memory [s]."""
+
+    def _begin_with(self, points: Sequence[tuple[BatchShape, float]], known: _Sizes) -> None:
+        for batch, seconds in points:
+            totals = BatchTotals.of(batch)
+            known.add(totals)
+            self._phases[totals.num_new > 0].begin_with(totals, seconds)
+        known.fitted_new = known.new
 
     @property
     def name(self) -> str:
@@ -212,12 +233,11 @@ class Calibrator(Predictor):
         observed.usual_ratio = phase.usual_ratio(totals)
 
     def _change(self) -> float:
-        """How many times longer iterations take than those of the same kind did; 1.0 where most are
-        of kinds that are new."""
+        """How many times longer the latest iterations of known kinds take than those of their kind
+        did. There may be few: plans change with the machine."""
         changes = [o.ratio / o.usual_ratio for o in self._recent if o.usual_ratio is not None]
-        if len(changes) <= SCALE_WINDOW // 2:
-            return 1.0
-        return sorted(changes)[len(changes) // 2]
+        latest = sorted(changes[-NUM_ALIKE:])
+        return latest[NUM_ALIKE // 2] if len(latest) == NUM_ALIKE else 1.0
 
     def _fitting(self) -> Generator[None, None, None]:
         """Fit the phases that have enough observations, in steps."""
@@ -296,6 +316,11 @@ class _Phase:
             middle = (len(ratios) - 1) // 2 if len(ratios) > 2 else -1
             self.cold_scale = max(1.0, ratios[middle])
 
+    def begin_with(self, totals: BatchTotals, seconds: float) -> None:
+        """An iteration that the shape was fitted to."""
+        self.kept.add(_Observation(0, totals, seconds))
+        self.num_kept = self._num_fitted = self.num_kept + 1
+
     def is_due(self, *, is_off: bool) -> bool:
         """Whether to fit. is_off: the scale is."""
         num_new = self.num_kept - self._num_fitted
@@ -347,8 +372,9 @@ class _Kept:
 
     def add(self, observed: _Observation) -> None:
         cell = self._cells.setdefault(_cell(observed.totals), deque(maxlen=CELL_SIZE))
-        if len(cell) == CELL_SIZE:
-            place = cell[0]  # the oldest goes
+        # The oldest goes; a point of a profile as soon as one like it has been measured here.
+        if len(cell) == CELL_SIZE or (observed.number and cell and not self._columns[-1, cell[0]]):
+            place = cell.popleft()
         else:
             place = self.num
             self.num += 1

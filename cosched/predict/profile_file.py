@@ -121,12 +121,9 @@ class Profile:
             raise ConfigError(f"{path}: {error}") from None
 
     @classmethod
-    def predictor_for(
-        cls, path: Path, expected: EngineIdentity, *, name: str | None = None
-    ) -> FittedPredictor:
-        """The predictor of a file, as the estimate of this engine; with a name that predictor,
-        fitted to its points. ConfigError naming every difference when the file is of another
-        engine, or when it holds no predictor."""
+    def of_engine(cls, path: Path, expected: EngineIdentity) -> Profile:
+        """A file that can be a policy's estimate of this engine. ConfigError naming every
+        difference when it is of another engine, or when it holds no predictor."""
         profile = cls.load(path)
         if profile.engine is None or profile.predictor is None:
             missing = "engine" if profile.engine is None else "predictor"
@@ -140,10 +137,15 @@ class Profile:
                 f"{path}: the latency profile is of another engine: {'; '.join(different)}; "
                 "measure this one with python -m cosched.profile measure"
             )
-        if name in (None, profile.predictor.name):
-            return profile.predictor
-        batches = [point.batch for point in profile.points]
-        return fit_predictor(name, batches, [point.seconds for point in profile.points])
+        return profile
+
+    def predictor_named(self, name: str | None) -> FittedPredictor:
+        """Its predictor; with another name that predictor, fitted to its points."""
+        if self.predictor is not None and name in (None, self.predictor.name):
+            return self.predictor
+        assert name is not None, "the profile has no predictor"
+        batches = [point.batch for point in self.points]
+        return fit_predictor(name, batches, [point.seconds for point in self.points])
 
     def save(self, path: Path) -> None:
         """Write it in one step: an interrupted call leaves the file that was there."""

@@ -159,7 +159,7 @@ def test_a_simulation_starts_from_the_profile_of_its_machine_and_refuses_others(
 def test_a_policy_plans_with_a_papers_predictor_fitted_to_the_profile(virtual, name):
     path = virtual[0]
     loaded = Profile.load(path)
-    found = Profile.predictor_for(path, loaded.engine, name=name)
+    found = Profile.of_engine(path, loaded.engine).predictor_named(name)
     totals = BatchTotals.of(BatchShape(prefills=[Prefill(300, 100)], decodes=[500] * 9))
     if name == "cosched":  # that of the file, which knows the sizes of the graphs
         expected = loaded.predictor

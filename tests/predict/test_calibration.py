@@ -240,6 +240,20 @@ class TestWarm:
             calibrator.observe(each, seconds(each))
         assert np.abs(estimate_errors(calibrator, chat)).mean() < 0.02
 
+    def test_two_iterations_of_known_kinds_show_that_the_machine_changed(self):
+        """Plans change with it: what runs from then on is of new kinds."""
+        calibrator = learned(num=300)
+        known = [batch for batch in batches(1, 300) if batch.prefills and batch.decodes]
+        new = [
+            BatchShape(prefills=[Prefill(90 + i, 0)], decodes=[6000] * (150 + i)) for i in range(40)
+        ]
+        for batch in known[:40]:
+            calibrator.observe(batch, TRUTH.iteration_s(batch))
+        for batch in (*known[:2], *new):
+            calibrator.observe(batch, 2 * TRUTH.iteration_s(batch))
+        errors = (1 + estimate_errors(calibrator, batches(9, 200))) / 2 - 1
+        assert np.abs(errors).mean() < 0.1
+
     @pytest.mark.parametrize("shape", [None, "given"])
     def test_what_was_not_seen_since_the_machine_changed_is_as_much_slower(self, shape):
         calibrator = learned(calibrator=Calibrator(given_shape() if shape else None))
@@ -258,6 +272,20 @@ class TestWarm:
         for batch in batches(9, 50):
             totals = BatchTotals.of(batch)
             assert calibrator.estimate_s(totals) == pytest.approx(shape.predict_s(totals), rel=0.02)
+
+    def test_a_profile_that_is_wrong_for_what_runs_leaves_the_rest_as_it_is(self):
+        """Decodes take a seventh less than in the profile, prefills as long: one scale for all
+        would make prefills too short."""
+        some = batches(1, 800)
+        points = [(b, TRUTH.iteration_s(b) * (1.0 if b.prefills else 7 / 6)) for b in some]
+        calibrator = Calibrator(fit_predictor("cosched", *zip(*points, strict=True)), points=points)
+        decodes, prefills = (
+            [b for b in batches(9, 600) if bool(b.prefills) is wanted] for wanted in (False, True)
+        )
+        for batch in 3 * decodes:
+            calibrator.observe(batch, TRUTH.iteration_s(batch))
+        for others in (decodes, prefills):
+            assert np.abs(estimate_errors(calibrator, others)).mean() < 0.03
 
     def test_the_description_is_json(self):
         for calibrator in (Calibrator(), Calibrator(given_shape()), learned(num=200)):

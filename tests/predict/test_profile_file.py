@@ -72,7 +72,7 @@ def test_a_predictor_of_an_earlier_form_is_fitted_again(profile, tmp_path):
 def test_the_predictor_of_the_same_engine_is_given_wherever_its_model_lies(profile, tmp_path):
     profile.save(tmp_path / "p.json")
     here = replace(ENGINE, model="/models/llama")
-    assert Profile.predictor_for(tmp_path / "p.json", here).name == "cosched"
+    assert Profile.of_engine(tmp_path / "p.json", here).predictor_named(None).name == "cosched"
 
 
 @pytest.mark.parametrize("name", sorted({f.name for f in fields(EngineIdentity)} - {"model"}))
@@ -81,17 +81,17 @@ def test_every_difference_is_refused_and_named(profile, tmp_path, name):
     value = getattr(ENGINE, name)
     other = value + 1 if isinstance(value, int) else f"another {name}"
     with pytest.raises(ConfigError, match=r"p\.json: .* is of another engine") as refusal:
-        Profile.predictor_for(tmp_path / "p.json", replace(ENGINE, **{name: other}))
+        Profile.of_engine(tmp_path / "p.json", replace(ENGINE, **{name: other}))
     assert f"{name} is {value!r}, expected {other!r}" in str(refusal.value)
 
 
 def test_a_profile_of_nobody_is_no_estimate(profile, tmp_path):
     replace(profile, engine=None).save(tmp_path / "p.json")
     with pytest.raises(ConfigError, match=r"p\.json: .* names no engine"):
-        Profile.predictor_for(tmp_path / "p.json", ENGINE)
+        Profile.of_engine(tmp_path / "p.json", ENGINE)
     replace(profile, predictor=None).save(tmp_path / "p.json")
     with pytest.raises(ConfigError, match=r"p\.json: .* names no predictor"):
-        Profile.predictor_for(tmp_path / "p.json", ENGINE)
+        Profile.of_engine(tmp_path / "p.json", ENGINE)
 
 
 def test_a_bad_engine_or_predictor_is_named(profile, tmp_path):

@@ -229,7 +229,7 @@ def execute_requests(
     config = config_of(spec, decision_log)
     identity = identity_of(spec)
     if config.latency_model is not None and policy_entry(config.policy).timed:
-        Profile.predictor_for(Path(config.latency_model), identity, name=config.predictor)
+        Profile.of_engine(Path(config.latency_model), identity).predictor_named(config.predictor)
     cost_model = cost_model_of(spec)
     from cosched.lab.simulation.virtual import HostLink, VirtualEngine
 

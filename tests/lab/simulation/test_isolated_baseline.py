@@ -15,6 +15,7 @@ from cosched.lab.simulation import run
 from cosched.lab.simulation.machine import Machine
 from cosched.lab.simulation.run import WorkloadSpec, config_of, execute
 from cosched.lab.simulation.setting import setting_of
+from cosched.predict.calibration import Calibrator
 from cosched.predict.isolated import IsolatedBaseline
 from cosched.predict.tolerance import ToleranceConfig
 from tests.factories import Linear
@@ -102,7 +103,7 @@ SHARE = 0.05
 
 def test_what_is_promised_is_kept_and_is_not_without_the_promise(monkeypatch):
     monkeypatch.setattr(run, "cost_model_of", lambda spec: ExactTimes())
-    monkeypatch.setattr(attach, "given_predictor", lambda *arguments: EXACT)
+    monkeypatch.setattr(attach, "calibrator_of", lambda *arguments, **graphs: Calibrator(EXACT))
     beside = replace(SPEC, setting=setting_of("cosched"))
     promised = beside.configured(tolerance={"ttft": SHARE, "tpot": SHARE})
     alone, free, kept = (execute(spec) for spec in (SPEC, beside, promised))
