@@ -83,8 +83,8 @@ class BatchesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_file_mb: float = 200.0
     max_lines: int = 50_000
     max_line_bytes: int = 16 << 20
-    high_watermark: int = 256
-    low_watermark: int = 192
+    high_watermark: int = 1024
+    low_watermark: int = 896
     late_margin_s: float = 600.0
     tenant_weights: dict[str, float] = msgspec.field(default_factory=dict)
     quota: QuotaConfig = QuotaConfig()

@@ -365,6 +365,9 @@ def test_lines_for_responses(api):
     assert (fault.code, fault.param) == ("background_unsupported", "body.background")
 
 
+@pytest.mark.parametrize(
+    "stand_in", [{"high_watermark": 256, "low_watermark": 192}], indirect=True
+)
 def test_a_small_batch_is_not_expected_before_what_is_at_the_scheduler(api, stand_in, monkeypatch):
     rate = Rate(tokens_per_s=10.0, spread=0.5, tokens_per_byte=0.25)
     monkeypatch.setattr(stand_in.service._feeder._meter, "rate", lambda: rate)

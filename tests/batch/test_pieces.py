@@ -241,7 +241,7 @@ def test_a_missing_database_is_reported_in_one_sentence(tmp_path):
         (BatchesConfig, {"lease_s": 0}, "lease_s must be above 0, not 0"),
         (BatchesConfig, {"max_file_mb": 0}, "max_file_mb must be above 0, not 0"),
         (BatchesConfig, {"max_lines": 0}, "max_lines must be at least 1"),
-        (BatchesConfig, {"low_watermark": 256}, "low_watermark must be from 0 to 255"),
+        (BatchesConfig, {"low_watermark": 1024}, "low_watermark must be from 0 to 1023"),
         (BatchesConfig, {"url": "sqlite://"}, "url without folder"),
         (
             BatchesConfig,
