@@ -12,7 +12,7 @@ import sqlalchemy as sa
 from cosched.batch.errors import StoreUnavailableError
 from cosched.errors import ConfigError
 
-VERSION = 6
+VERSION = 7
 """Of the tables below. A change of them needs a new version and an entry in `_UPGRADES`."""
 
 _UPGRADES: dict[int, tuple[str, ...]] = {
@@ -31,6 +31,7 @@ _UPGRADES: dict[int, tuple[str, ...]] = {
     3: ("ALTER TABLE batches ADD COLUMN num_lines BIGINT NOT NULL DEFAULT 0",),
     4: ("ALTER TABLE batches ADD COLUMN device_s DOUBLE PRECISION NOT NULL DEFAULT 0",),
     5: ("ALTER TABLE batches ADD COLUMN model VARCHAR(1024)",),
+    6: (),  # a new table alone
 }
 """Version -> the SQL statements that make its tables those of the next."""
 
@@ -138,6 +139,21 @@ batches = sa.Table(
     sa.Index("batches_by_owner", "owner", "seq"),
     sa.Index("batches_by_status", "status"),
     sqlite_autoincrement=True,
+)
+
+
+idempotency_keys = sa.Table(
+    "idempotency_keys",
+    _metadata,
+    sa.Column("owner", sa.String(80), primary_key=True),
+    sa.Column("route", sa.String(16), primary_key=True),
+    sa.Column("key", sa.String(255), primary_key=True),
+    # Of what the request asks for.
+    sa.Column("digest", sa.String(64), nullable=False),
+    # The file or the batch that it made.
+    sa.Column("object_id", sa.String(64), nullable=False),
+    sa.Column("expires_at", sa.BigInteger, nullable=False),
+    sqlite_with_rowid=False,
 )
 
 

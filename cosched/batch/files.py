@@ -23,6 +23,7 @@ from cosched.batch.errors import ApiError, not_found
 from cosched.batch.jsonl.file_kinds import fault_of_file
 from cosched.batch.jsonl.lines import raw_lines
 from cosched.batch.jsonl.parquet import ParquetRows, TooLargeError, is_parquet
+from cosched.batch.once import Once, claim, recorded, remove_stale
 from cosched.batch.quota import check_new_file, most_stored, stored_bytes
 from cosched.batch.storage import FilesUnavailableError, Storage
 from cosched.errors import CoschedError
@@ -117,8 +118,12 @@ class FileStore:
         filename: str,
         purpose: str,
         expires_s: int | None,
+        once: Once | None = None,
     ) -> File:
-        """Keep a file of these bytes; it is durable on return. ApiError 429, 503."""
+        """Keep a file of these bytes; it is durable on return. once: what an earlier request with
+        this key has kept is returned instead. ApiError 422, 429, 503."""
+        if once is not None and (earlier := self.made_before(once)) is not None:
+            return earlier
         name = new_id("file-")
         is_published = False
         try:
@@ -134,6 +139,10 @@ class FileStore:
                 expires_at=None if expires_s is None else now + expires_s,
             )
             with self._database.write() as connection:
+                if once is not None:
+                    made = claim(self._database, connection, once, name, now=now)
+                    if made is not None:  # by a request at the same time
+                        return _file_of(self._row(connection, made))
                 check_new_file(self._database, connection, file, self._quota, now=now)
                 connection.execute(files.insert().values(**asdict(file)))
                 self._storage.publish(name)
@@ -142,6 +151,12 @@ class FileStore:
             if not is_published:
                 self._storage.discard(name)
         return file
+
+    def made_before(self, once: Once) -> File | None:
+        """The file that an earlier request with this key has made. ApiError 422."""
+        with self._database.read() as connection:
+            made = recorded(connection, once, now=int(self._clock()))
+            return None if made is None else _file_of(self._row(connection, made))
 
     def room(self, owner: str) -> int | None:
         """Bytes that the quota leaves for new files; None: there is no limit."""
@@ -154,10 +169,7 @@ class FileStore:
     def get(self, name: str, *, owner: str | None) -> File:
         """ApiError 404."""
         with self._database.read() as connection:
-            row = connection.execute(self._visible(owner).where(files.c.id == name)).first()
-        if row is None:
-            raise not_found("file", name)
-        return _file_of(row)
+            return _file_of(self._row(connection, name, owner=owner))
 
     def page(
         self,
@@ -259,7 +271,10 @@ class FileStore:
             yield block
 
     def sweep(self) -> None:
-        """Remove files that have expired, and bytes that nothing needs. ApiError 503."""
+        """Remove files that have expired, bytes that nothing needs, and idempotency keys that no
+        longer hold. ApiError 503."""
+        with self._database.write() as connection:
+            remove_stale(connection, now=int(self._clock()))
         with self._database.write() as connection:
             # The bytes of a file are in the folder a moment before others see its row.
             self._database.keep_others_from_adding_files(connection)
@@ -277,6 +292,13 @@ class FileStore:
             for file in gone:
                 self._storage.forget(file.id)
             self._storage.sweep(listed | in_use, in_use=in_use)
+
+    def _row(self, connection: sa.Connection, name: str, *, owner: str | None = None) -> Any:
+        """ApiError 404."""
+        row = connection.execute(self._visible(owner).where(files.c.id == name)).first()
+        if row is None:
+            raise not_found("file", name)
+        return row
 
     def _visible(self, owner: str | None) -> Any:
         now = int(self._clock())

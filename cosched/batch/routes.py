@@ -27,6 +27,7 @@ from cosched.batch.data import Batch, File, Offer
 from cosched.batch.errors import ApiError, StoreUnavailableError
 from cosched.batch.files import checked_name, too_large, upload_blocks
 from cosched.batch.jsonl.parquet import is_parquet
+from cosched.batch.once import file_digest, json_digest, once_of
 from cosched.batch.prometheus import exposition
 from cosched.batch.service import BatchService
 from cosched.batch.threads import FairSlots, FairThreads
@@ -124,7 +125,13 @@ class _Routes:
 
     async def upload(self, request: Request) -> Response:
         key, owner = self._key(request), self._owner(request) or ""
-        async with self._uploads.form(request, key=key, owner=owner) as form:
+        is_repeated = False
+        if (once := once_of(request.headers, owner=owner, route="files")) is not None:
+            earlier = await self._threads.run(key, self._files.made_before, once)
+            is_repeated = earlier is not None
+        async with self._uploads.form(
+            request, key=key, owner=owner, is_repeated=is_repeated
+        ) as form:
             content, purpose = form.get("file"), form.get("purpose")
             if not isinstance(content, UploadFile):
                 raise ApiError("file: the form has no file of that name", param="file")
@@ -132,15 +139,22 @@ class _Routes:
                 raise ApiError(f"purpose must be 'batch', not {purpose!r}", param="purpose")
             if (content.size or 0) > self._service.config.max_file_bytes:
                 raise too_large(self._service.config)
+            filename, expires_s = checked_name(content.filename or ""), expiry_seconds(form)
+            if once is not None:
+                digest = await self._threads.run_long(
+                    key, file_digest, content.file, filename, expires_s
+                )
+                once = replace(once, digest=digest)
             threads = self._decoders if is_parquet(content.file) else self._threads
             file = await threads.run_long(
                 key,
                 self._files.add,
                 upload_blocks(content.file, config=self._service.config),
                 owner=owner,
-                filename=checked_name(content.filename or ""),
+                filename=filename,
                 purpose="batch",
-                expires_s=expiry_seconds(form),
+                expires_s=expires_s,
+                once=once,
             )
         return _json(file_json(file))
 
@@ -195,6 +209,11 @@ class _Routes:
         owner, key = self._owner(request), self._key(request)
         body = await request.body()
         asked = new_batch(body, owner=owner or "", offer=self._offer())
+        if (once := once_of(request.headers, owner=owner or "", route="batches")) is not None:
+            once = replace(once, digest=json_digest(body))
+            made = await self._threads.run(key, self._store.made_before, once)
+            if made is not None:
+                return await self._shown(key, made, ignored=unknown_fields(body))
         file = await self._threads.run(key, self._files.get, asked.input_file_id, owner=owner)
         if file.purpose != "batch":
             raise ApiError(
@@ -207,7 +226,7 @@ class _Routes:
             count = self._files.num_lines
             num_lines = await self._threads.run_long(key, count, file.id, max_line_bytes=most)
             asked = replace(asked, num_lines=num_lines)
-        batch = await self._threads.run(key, self._store.create, asked)
+        batch = await self._threads.run(key, self._store.create, asked, once=once)
         await self._service.look()
         return await self._shown(key, batch, ignored=unknown_fields(body))
 

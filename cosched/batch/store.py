@@ -26,6 +26,7 @@ from cosched.batch.files import new_id
 from cosched.batch.jsonl.lines import RequestLine
 from cosched.batch.jsonl.records import RecordWriter
 from cosched.batch.leases import LEASED_STATES, Leases, mark, release
+from cosched.batch.once import Once, claim, recorded
 from cosched.batch.quota import check_new_batch
 
 _NO_FILES: Mapping[bool, tuple[str, int]] = {}
@@ -93,10 +94,20 @@ class BatchStore:
             batches.update().where(batches.c.validated_by.in_(dead)).values(validated_by=None)
         )
 
-    def create(self, request: NewBatch) -> Batch:
-        """A batch that is to be validated. ApiError 429."""
+    def made_before(self, once: Once) -> Batch | None:
+        """The batch that an earlier request with this key has made. ApiError 422."""
+        with self._database.read() as connection:
+            made = recorded(connection, once, now=self.now())
+            return None if made is None else _batch_of(_row(connection, made))
+
+    def create(self, request: NewBatch, *, once: Once | None = None) -> Batch:
+        """A batch that is to be validated. once: as of `FileStore.add`. ApiError 422, 429."""
         name, now = new_id("batch_"), self.now()
         with self._database.write() as connection:
+            if once is not None:
+                made = claim(self._database, connection, once, name, now=now)
+                if made is not None:
+                    return _batch_of(_row(connection, made))
             check_new_batch(self._database, connection, request, self._quota)
             values = {
                 **asdict(request),

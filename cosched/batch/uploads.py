@@ -40,8 +40,11 @@ class Uploads:
         self._slots = FairSlots(_AT_ONCE, per_key=_PER_KEY, max_waiting=_MAX_WAITING)
 
     @asynccontextmanager
-    async def form(self, request: Request, *, key: str, owner: str) -> AsyncIterator[Any]:
-        """The form, whose file is spooled to the disk. ApiError 400, 408, 413, 429, 503."""
+    async def form(
+        self, request: Request, *, key: str, owner: str, is_repeated: bool = False
+    ) -> AsyncIterator[Any]:
+        """The form, whose file is spooled to the disk. is_repeated: its file is there, so no quota
+        is left for it. ApiError 400, 408, 413, 429, 503."""
         if not request.headers.get("content-type", "").startswith("multipart/form-data"):
             raise ApiError("upload a file as multipart/form-data")
         try:
@@ -56,7 +59,9 @@ class Uploads:
                 retry_after_s=int(_WAIT_S),
             ) from None
         try:
-            room = await self._threads.run(key, self._files.room, owner)
+            room = None
+            if not is_repeated:
+                room = await self._threads.run(key, self._files.room, owner)
             form = await self._parsed(request, room)
             try:
                 yield form

@@ -8,6 +8,8 @@ where                           meaning
 ``priority`` (integer)          ``< 0`` offline, ``>= 0`` or absent online (every endpoint); with
                                 tiers, the tier (`cosched.core.tiers`)
 ``x-smg-priority: bulk``        offline; the header's other values leave it to the rest
+``x-vllm-priority``             vLLM's (lower is earlier): its negative instead of the body's
+                                ``priority`` and tier
 ``x-slo-ttft-ms``               TTFT target of this request
 ``x-slo-tpot-ms``               TPOT target of this request
 ``x-cosched-late``              ``1``: the reply says whether the TTFT target was out of reach
@@ -28,6 +30,7 @@ Each row is a sign (`SIGNS`), and an operator may have a sign ignored. Targets a
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from reprlib import repr as shown
@@ -141,6 +144,10 @@ nothing."""
 
 GATEWAY_HEADER = "x-smg-priority"
 
+VLLM_HEADER = "x-vllm-priority"
+"""Of gateways in front of vLLM: an integer, lower is earlier, 0 without it; it stands before the
+body's priority (vllm-project/vllm#51089). Here a higher one is earlier, so its sign changes."""
+
 USAGE_HEADER = "x-cosched-usage"
 """Of a request: the ``usage`` of its reply shall say what it cost (`cosched.predict.account`)."""
 
@@ -163,6 +170,7 @@ SIGNS: Mapping[str, str] = {
     "service_tier": "the body's service_tier",
     "priority": "the body's priority",
     "class_header": GATEWAY_HEADER,
+    "priority_header": VLLM_HEADER,
     "target_headers": ", ".join(SLO_HEADERS),
     "body_targets": f'custom_params["{PARAMS_KEY}"], the hint included',
 }
@@ -202,6 +210,8 @@ class Wish:
     offline   the service tier or the gateway's header says so
     priority  the body's, or None
     tier      the service tier, if it says nothing of the class
+    gateway_priority  that of vLLM's header, as a priority here; the body's and the tier are not
+              read then
     slo       targets from the headers and, over them, from the body's ``custom_params``; under the
               keys of ``custom_params["cosched"]``
     asks_late  the reply shall say whether its TTFT target was out of reach
@@ -212,6 +222,7 @@ class Wish:
     offline: bool = False
     priority: int | None = None
     tier: str | None = None
+    gateway_priority: int | None = None
     slo: Mapping[str, Any] = field(default_factory=dict)
     asks_late: bool = False
     asks_usage: bool = False
@@ -245,6 +256,8 @@ def parse_http(
     gateway = None if "class_header" in ignored else headers.get(GATEWAY_HEADER)
     if gateway is not None:
         offline = _is_offline(gateway.strip().lower(), GATEWAY_PRIORITIES, field=GATEWAY_HEADER)
+    said = None if "priority_header" in ignored else headers.get(VLLM_HEADER)
+    gateway_priority = None if said is None else _vllm_priority(said.strip())
     asks_late, asks_usage = (
         _is_on(headers.get(name, "0").strip(), field=name) for name in (LATE_HEADER, USAGE_HEADER)
     )
@@ -256,8 +269,15 @@ def parse_http(
             if (text := headers.get(header)) is not None
         }
     if not isinstance(body, Mapping):
-        return Wish(offline=offline, slo=slo, asks_late=asks_late, asks_usage=asks_usage)
-    priority = None if "priority" in ignored else parse_priority(body.get("priority"))
+        return Wish(
+            offline=offline,
+            gateway_priority=gateway_priority,
+            slo=slo,
+            asks_late=asks_late,
+            asks_usage=asks_usage,
+        )
+    is_read = gateway_priority is None and "priority" not in ignored
+    priority = parse_priority(body.get("priority")) if is_read else None
     tier = None if "service_tier" in ignored else body.get("service_tier")
     if tier is not None and _is_offline(tier, tiers, field="service_tier"):
         if priority is not None and class_of_priority(priority) is RequestClass.ONLINE:
@@ -273,7 +293,8 @@ def parse_http(
     return Wish(
         offline=offline,
         priority=priority,
-        tier=None if offline else tier,
+        tier=None if offline or gateway_priority is not None else tier,
+        gateway_priority=gateway_priority,
         slo=slo,
         asks_late=asks_late,
         asks_usage=asks_usage,
@@ -292,6 +313,8 @@ def parse_priority(value: Any, *, field: str = "priority") -> int | None:
 def priority_for(wish: Wish, priority: int | None) -> int | None:
     """The priority that a request takes to the scheduler. `priority` is what SGLang has for it:
     the body's, unless the endpoint drops it or one of SGLang's own headers overrides it."""
+    if wish.gateway_priority is not None:
+        priority = wish.gateway_priority
     if priority is None:
         priority = wish.priority
     found = class_of_priority(priority)
@@ -447,6 +470,13 @@ def _is_offline(name: Any, classes: Mapping[str, RequestClass | None], *, field:
     if not isinstance(name, str) or name not in classes:
         raise RequestError(field, f"unknown value {shown(name)}; choose from {choices(classes)}")
     return classes[name] is RequestClass.OFFLINE
+
+
+def _vllm_priority(text: str) -> int:
+    if not re.fullmatch(r"[+-]?[0-9]{1,18}", text):
+        message = f"must be an integer of at most 18 digits, not {shown(text)}"
+        raise RequestError(VLLM_HEADER, message)
+    return -int(text)
 
 
 def _is_on(text: str, *, field: str) -> bool:

@@ -537,7 +537,12 @@ def test_what_is_no_database_is_refused(tmp_path):
         assert "secret" not in str(error.value)
 
 
+TO_VERSION_6 = (
+    "DROP TABLE idempotency_keys",
+    "UPDATE schema_version SET version = 6",
+)
 TO_VERSION_5 = (
+    *TO_VERSION_6,
     "ALTER TABLE batches DROP COLUMN model",
     "UPDATE schema_version SET version = 5",
 )
@@ -573,8 +578,8 @@ TO_VERSION_1 = (
 
 @pytest.mark.parametrize(
     "statements",
-    [TO_VERSION_1, TO_VERSION_2, TO_VERSION_3, TO_VERSION_4, TO_VERSION_5],
-    ids="12345",
+    [TO_VERSION_1, TO_VERSION_2, TO_VERSION_3, TO_VERSION_4, TO_VERSION_5, TO_VERSION_6],
+    ids="123456",
 )
 def test_tables_of_earlier_versions_are_brought_up_to_date(database, store, url, clock, statements):
     name = in_progress(store, [new_line(1), new_line(2)])

@@ -84,6 +84,27 @@ def test_lines_are_offline_whatever_they_say(api, server):
     assert state_of(server)["online_prefill_tokens"] == before
 
 
+def test_what_is_sent_twice_with_a_key_is_done_once(api):
+    once = {"extra_headers": {"Idempotency-Key": "nightly"}}
+    files = [api.upload([chat("a")], **once).id for _ in range(2)]
+    done = api.wait(api.start(files[0], endpoint=CHAT, **once))
+    again = api.start(files[1], endpoint=CHAT, **once)
+    assert files[0] == files[1] and (again.id, again.status) == (done.id, "completed")
+    with pytest.raises(openai.UnprocessableEntityError, match="'nightly'"):
+        api.upload([chat("b")], **once)
+
+
+@pytest.mark.parametrize(("priority", "granted"), [("5", "offline"), ("-5", "online")])
+def test_the_priority_of_a_gateway_before_vllm(api, priority, granted):
+    reply = api.client.chat.completions.with_raw_response.create(
+        model="default",
+        messages=[{"role": "user", "content": "hi"}],
+        max_tokens=2,
+        extra_headers={"X-Vllm-Priority": priority},
+    )
+    assert reply.headers["x-cosched-class"] == granted
+
+
 def test_lines_that_the_server_refuses_are_errors(api):
     lines = [
         chat("good"),

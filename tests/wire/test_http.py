@@ -177,11 +177,15 @@ CLASSES = [
     ({"service_tier": "flex"}, {}, PRIORITY),
     ({"service_tier": "flex", "priority": -2}, {}, -2),
     ({}, {"x_smg_priority": "bulk"}, PRIORITY),
+    ({"priority": 4}, {"x_vllm_priority": "5"}, -5),
+    ({"priority": -4}, {"x_vllm_priority": "-5"}, 5),
+    ({"service_tier": "flex"}, {"x_vllm_priority": "-5"}, PRIORITY),
 ]
 WRONG = [
     ({"service_tier": "flex", "priority": 1}, {}, ["service_tier", "'flex'", "priority 1"]),
     *(({"priority": wrong}, {}, ["priority", "integer"]) for wrong in ("-5", -5.0, True, [-5])),
     ({}, {"x_smg_priority": "bulky"}, ["x-smg-priority", "bulk, default, interactive, system"]),
+    ({}, {"x_vllm_priority": "high"}, ["x-vllm-priority", "integer", "'high'"]),
     *(({}, {"x-slo-ttft-ms": wrong}, ["x-slo-ttft-ms"]) for wrong in ("0", "-1", "soon", "inf")),
     ({}, {"x-slo-tpot-ms": "0"}, ["x-slo-tpot-ms"]),
     *(({}, {"x-data-parallel-rank": wrong}, ["x-data-parallel-rank"]) for wrong in ("flex", "1.5")),

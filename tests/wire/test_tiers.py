@@ -28,9 +28,9 @@ def config(**keys):
 FRONT = Front(config(claims={"keys": KEYS}))
 
 
-def granted(body, *, key=None, route="/v1/chat/completions", front=FRONT):
+def granted(body, *, key=None, route="/v1/chat/completions", front=FRONT, headers=()):
     """(name of the granted tier, priority at the scheduler)."""
-    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    headers = dict(headers) | ({} if key is None else {"authorization": f"Bearer {key}"})
     request = SimpleNamespace(headers=headers, state=SimpleNamespace())
     front.read(request, body, route=route)
     obj = SimpleNamespace(priority=body.get("priority"), sampling_params={})
@@ -53,6 +53,21 @@ def granted(body, *, key=None, route="/v1/chat/completions", front=FRONT):
 )
 def test_a_request_has_the_tier_it_asks_for(body, tier):
     assert granted(body) == tier
+
+
+@pytest.mark.parametrize(
+    ("said", "key", "tier"),
+    [
+        ("-12", None, ("priority", 12)),
+        ("-7", None, ("default", 7)),
+        ("0", None, ("slow", 0)),
+        ("1", None, ("", -1)),
+        ("-12", "plain", ("default", 5)),
+    ],
+)
+def test_vllms_priority_claims_a_tier_whatever_the_body_says(said, key, tier):
+    for body in ({}, {"priority": 5}, {"priority": -5}, {"service_tier": "slow"}):
+        assert granted(body, key=key, headers={"x-vllm-priority": said}) == tier
 
 
 def test_a_key_gets_the_tier_it_may_claim():

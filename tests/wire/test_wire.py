@@ -60,6 +60,10 @@ class TestClass:
             *(({"service_tier": t}, {}, "service_tier") for t in ("Flex", "", 5, True, ["flex"])),
             *(({"priority": p}, {}, "priority") for p in ("-5", -5.0, True, [-5], {"class": 1})),
             *(({}, {"x_smg_priority": v}, "x-smg-priority") for v in ("", "low", "-1")),
+            *(
+                ({}, {"x_vllm_priority": v}, "x-vllm-priority")
+                for v in ("", "low", "1.5", "1_000", "٣", "1" * 19)
+            ),
             *(({"custom_params": v}, {}, "custom_params") for v in (5, "x", [1], False)),
             ({"custom_params": {"cosched": 5}}, {}, "custom_params.cosched"),
         ],
@@ -90,6 +94,25 @@ class TestClass:
     def test_other_classes_of_the_gateway_are_online(self, value):
         assert request_class({}, x_smg_priority=value) is ONLINE
         assert request_class({"priority": -1}, x_smg_priority=value) is OFFLINE
+
+    @pytest.mark.parametrize(
+        ("value", "priority"), [("0", 0), ("1", -1), ("10", -10), (" +3 ", -3), ("-5", 5)]
+    )
+    def test_vllms_priority_changes_its_sign_and_stands_before_the_bodys(self, value, priority):
+        """There lower is earlier; llm-d's router negates priorities for vLLM alike."""
+        for body in ({}, {"priority": 7}, {"priority": -7}, {"service_tier": "priority"}):
+            said = wish(body, x_vllm_priority=value)
+            assert wire.priority_for(said, body.get("priority")) == priority
+            assert wire.priority_for(said, None) == priority and said.tier is None
+        assert wire.parse_http(None, {"x-vllm-priority": value}).gateway_priority == priority
+
+    def test_one_sign_of_offline_is_enough_beside_vllms_priority(self):
+        for body, headers in (
+            ({"service_tier": "flex"}, {}),
+            ({"service_tier": "flex", "priority": 3}, {}),
+            ({}, {"x_smg_priority": "bulk"}),
+        ):
+            assert request_class(body, x_vllm_priority="-1", **headers) is OFFLINE
 
 
 class TestTargets:
@@ -165,6 +188,7 @@ WRONG = {
     "service_tier": ({"service_tier": "x"}, {}),
     "priority": ({"priority": "x"}, {}),
     "class_header": ({}, {"x_smg_priority": "x"}),
+    "priority_header": ({}, {"x_vllm_priority": "x"}),
     "target_headers": ({}, {"x_slo_ttft_ms": "x", "x_slo_tpot_ms": "x"}),
     "body_targets": (
         {"custom_params": {"cosched": 1}, "sampling_params": {"custom_params": 1}},
@@ -175,6 +199,7 @@ OFFLINE_BY = {
     "service_tier": ({"service_tier": "flex"}, {}),
     "priority": ({"priority": -1}, {}),
     "class_header": ({}, {"x_smg_priority": "bulk"}),
+    "priority_header": ({}, {"x_vllm_priority": "1"}),
 }
 
 
