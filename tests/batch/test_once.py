@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
+import json
 import multiprocessing
 import os
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import openai
 import pytest
 import sqlalchemy as sa
@@ -17,6 +20,8 @@ from cosched.batch.config import BatchesConfig, QuotaConfig
 from cosched.batch.database import Database, idempotency_keys
 from cosched.batch.errors import ApiError
 from cosched.batch.files import FileStore
+from cosched.batch.jsonl.batch_api import BatchApi
+from cosched.batch.jsonl.client import RetryRules
 from cosched.batch.once import KEPT_S, Once, file_digest, json_digest
 from cosched.batch.storage import FolderStorage
 from cosched.batch.store import BatchStore
@@ -141,6 +146,29 @@ class TestApi:
                 # The lines of the batch can be read no more: the answer is there all the same.
                 api.files.delete(file.id) if len(ids) == 2 else None
         assert ids[0] == ids[1]
+
+    def test_cosched_batch_leaves_one_file_where_an_answer_is_lost(self, api):
+        class Lossy(httpx.AsyncHTTPTransport):
+            num_lost = 0
+
+            async def handle_async_request(self, request):
+                reply = await super().handle_async_request(request)
+                if self.num_lost < 2:
+                    self.num_lost += 1
+                    await reply.aread()
+                    raise httpx.ReadError("lost", request=request)
+                return reply
+
+        async def upload():
+            rules = RetryRules(max_wait_s=30)
+            async with BatchApi(base_url=api.url, api_key="key", rules=rules) as client:
+                client._http._transport = transport = Lossy()
+                content = io.BytesIO(json.dumps(lines(1)[0]).encode())
+                return await client.upload(content, filename="n"), transport.num_lost
+
+        file_id, num_lost = asyncio.run(upload())
+        assert num_lost == 2
+        assert [file.id for file in api.files.list(purpose="batch")] == [file_id]
 
     @pytest.mark.parametrize(
         "stand_in",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
@@ -131,12 +132,16 @@ class BatchApi(HttpClients):
         return False
 
     async def upload(self, content: BinaryIO, *, filename: str) -> str:
-        """The new file's id."""
+        """The new file's id. A server that knows idempotency keys makes one file of all tries."""
+        headers = {"idempotency-key": secrets.token_hex(16)}
 
         async def send() -> str:
             content.seek(0)
             reply = await self._http.post(
-                "/v1/files", data={"purpose": "batch"}, files={"file": (filename, content)}
+                "/v1/files",
+                data={"purpose": "batch"},
+                files={"file": (filename, content)},
+                headers=headers,
             )
             return _read(reply, _File).id
 
