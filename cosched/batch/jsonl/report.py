@@ -191,8 +191,10 @@ def print_batches(
         counts, forecast = one.request_counts, one.cosched
         eta = risk = ""
         if forecast is not None:
-            is_known = forecast.finish_s is not None
-            eta = f"{forecast.finish_s:,.0f} s" if is_known else forecast.state
+            if forecast.finish_s is not None:
+                eta = f"{forecast.finish_s:,.0f} s"
+            elif forecast.state != "measured":  # a batch with all its results has no forecast
+                eta = forecast.state
             risk = "" if forecast.miss_chance is None else f"{forecast.miss_chance:.1%}"
         table.add_row(
             one.id,

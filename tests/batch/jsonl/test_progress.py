@@ -1,9 +1,11 @@
 """What the progress display shows, and when it does not know the time left."""
 
+import msgspec
 import pytest
 
+from cosched.batch.jsonl.batch_api import RemoteBatch
 from cosched.batch.jsonl.client import Trouble
-from cosched.batch.jsonl.report import Meter, Reporter, Snapshot, _progress_text
+from cosched.batch.jsonl.report import Meter, Reporter, Snapshot, _progress_text, print_batches
 
 
 def text_at(meter, now_s, **state):
@@ -47,3 +49,19 @@ def test_trouble_is_shown_in_full(capsys):
     reporter.show(Snapshot(num_lines=10, num_done=1, num_failed=0, trouble=trouble))
     shown = capsys.readouterr().err
     assert "no answer for 12 s of at most 600" in shown and reason in shown
+
+
+@pytest.mark.parametrize(
+    ("forecast", "shown"),
+    [
+        ({"finish_s": 12.4}, "12 s"),
+        ({"finish_s": None, "state": "paused"}, "paused"),
+        ({"device_seconds": 3.5}, None),
+    ],
+)
+def test_a_batch_with_all_its_results_has_no_expected_time(forecast, shown, capsys):
+    shape = {"id": "batch_1", "status": "completed", "cosched": forecast}
+    print_batches([msgspec.convert(shape, RemoteBatch)], is_fetched=lambda batch: False)
+    table = capsys.readouterr().out.rpartition('{"program"')[0]
+    assert "measured" not in table
+    assert shown is None or shown in table
