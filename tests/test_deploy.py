@@ -138,6 +138,12 @@ def test_rules_ask_for_metrics_that_there_are():
         assert labels.keys() <= set(metric.labels), node
         allowed.update(metric.labels)
 
+    page = (ROOT / "docs" / "batch_cost.md").read_text()
+    [queries] = re.findall(r"```promql\n(.*?)```", page, re.DOTALL)
+    for query in queries.splitlines():
+        grouped, allowed = set(), set()
+        promql_parser.walk(promql_parser.parse(query), check)
+        assert allowed, query
     for rule in RULES:
         grouped, allowed = set(), {"le", "instance", "job"}
         promql_parser.walk(promql_parser.parse(rule["expr"]), check)

@@ -75,7 +75,7 @@ CHANGED = {
 IN_FORK = ("cosched simulate", "cosched bench", "cosched config")
 
 # With exit code 4 while the server is not done.
-MAY_WAIT = ("cosched batch status", "cosched batch fetch")
+MAY_WAIT = ("cosched batch status", "cosched batch fetch", "cosched batch cancel")
 
 
 def commands_in(text):
