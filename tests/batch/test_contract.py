@@ -26,6 +26,10 @@ from tests.batch.stand_in import StandIn
 from tests.batch.test_store import batch_of
 from tests.request_lines import error_of
 
+of_256 = pytest.mark.parametrize(
+    "stand_in", [{"high_watermark": 256, "low_watermark": 192}], indirect=True
+)
+
 
 def with_body(custom_id, **fields):
     return line(custom_id, body={"prompt": custom_id, "max_tokens": 2, **fields})
@@ -365,9 +369,7 @@ def test_lines_for_responses(api):
     assert (fault.code, fault.param) == ("background_unsupported", "body.background")
 
 
-@pytest.mark.parametrize(
-    "stand_in", [{"high_watermark": 256, "low_watermark": 192}], indirect=True
-)
+@of_256
 def test_a_small_batch_is_not_expected_before_what_is_at_the_scheduler(api, stand_in, monkeypatch):
     rate = Rate(tokens_per_s=10.0, spread=0.5, tokens_per_byte=0.25)
     monkeypatch.setattr(stand_in.service._feeder._meter, "rate", lambda: rate)
@@ -618,6 +620,7 @@ def test_ended_batches_are_removed_after_the_configured_time(api, stand_in):
             call(name)
 
 
+@of_256
 def test_metrics_of_batches(api, stand_in):
     def told():
         reply = httpx.get(f"{api.url}/cosched/metrics")
