@@ -43,14 +43,8 @@ from cosched.config import ENV_VAR
 from cosched.core.request import RequestClass
 from cosched.lab.simulation.arrivals import Arrival
 from cosched.lab.simulation.machine import Machine
-from cosched.lab.simulation.run import (
-    CostSpec,
-    RunSpec,
-    config_of,
-    cost_model_of,
-    engine_flags,
-    identity_of,
-)
+from cosched.lab.simulation.run import config_of, cost_model_of, engine_flags, identity_of
+from cosched.lab.simulation.run_spec import CostSpec, RunSpec
 from cosched.lab.simulation.setting import Setting
 from cosched.policies import POLICIES
 from cosched.versions import versions

@@ -47,8 +47,7 @@ from cosched.errors import CoschedError
 from cosched.lab.benchmark.own_server import OwnServers, leave_a_core_free
 from cosched.lab.cost_models.specs import MODELS
 from cosched.lab.demo_model import ensure_demo_model
-from cosched.lab.simulation.requests import WorkloadSpec
-from cosched.lab.simulation.run import RunSpec
+from cosched.lab.simulation.run_spec import RunSpec, WorkloadSpec
 from cosched.lab.simulation.setting import setting_of
 from cosched.versions import versions
 

@@ -43,8 +43,8 @@ from cosched.lab.cost_models.base import CostModel
 from cosched.lab.cost_models.overheads import Launches
 from cosched.lab.simulation import machine as machines
 from cosched.lab.simulation import run
-from cosched.lab.simulation.requests import WorkloadSpec
-from cosched.lab.simulation.run import CostSpec, RunSpec, cost_model_of, launches_of
+from cosched.lab.simulation.run import cost_model_of, launches_of
+from cosched.lab.simulation.run_spec import CostSpec, RunSpec, WorkloadSpec
 from cosched.lab.simulation.setting import setting_of
 from cosched.predict.calibration import Calibrator
 from cosched.predict.profile_file import Profile

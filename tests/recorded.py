@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 from cosched.core.plan import EMPTY_PLAN, Plan
 from cosched.engine.decisions import DecisionLog
-from cosched.engine.observe import Iteration
+from cosched.engine.iteration import Iteration
 from cosched.engine.port import shape_of
 from tests.factories import FakeRequest, FakeView
 

@@ -12,7 +12,8 @@ from cosched.core.request import Slo
 from cosched.core.view import View
 from cosched.engine.guard import Guard
 from cosched.lab.simulation.machine import Machine
-from cosched.lab.simulation.run import CostSpec, RunSpec, WorkloadSpec, execute
+from cosched.lab.simulation.run import execute
+from cosched.lab.simulation.run_spec import CostSpec, RunSpec, WorkloadSpec
 from cosched.lab.simulation.setting import Setting
 
 SMALL = Machine(kv_tokens=12_000, chunk_tokens=512, max_running_requests=24)

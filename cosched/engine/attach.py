@@ -33,6 +33,7 @@ from cosched.engine.port.attention import prefills_wait
 from cosched.engine.port.grammar_compilers import take_compilers
 from cosched.engine.port.prefixes import RunningPrefixes
 from cosched.engine.ranks import Ranks
+from cosched.engine.read_state import state_of
 from cosched.engine.running import RunningTable
 from cosched.engine.service import ServiceRecord
 from cosched.engine.startup import describe
@@ -101,7 +102,7 @@ def attach(scheduler: Any, config: Config) -> None:
     controller.logs = logs
     labels = port.metric_labels(scheduler)
     if labels is not None and port.parallel().stage == 0:
-        controller.export_to(MetricsExporter(controller, labels))
+        controller.export_to(MetricsExporter(partial(state_of, controller), labels))
     if config.decision_log is not None and port.parallel().plans:
         logs["decision"] = decisions = DecisionLog(
             _log_path(config.decision_log),

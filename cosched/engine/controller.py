@@ -28,10 +28,11 @@ from cosched.engine.exporter import MetricsExporter
 from cosched.engine.group import Group, Microbatches
 from cosched.engine.guard import Guard
 from cosched.engine.isolated import IsolatedWatch
+from cosched.engine.iteration import Iteration
 from cosched.engine.kv import KvManager
 from cosched.engine.last_moment import Arrivals, LastMoment
 from cosched.engine.lengths import Lengths
-from cosched.engine.observe import Iteration, IterationObserver
+from cosched.engine.observe import IterationObserver
 from cosched.engine.port.building import PrefillPlan, build_prefill
 from cosched.engine.port.partial import SplitBatch, split
 from cosched.engine.port.penalties import count_resumed
@@ -39,7 +40,7 @@ from cosched.engine.port.prefixes import RunningPrefixes
 from cosched.engine.ranks import Ranks, Shared
 from cosched.engine.running import RunningTable
 from cosched.engine.service import ServiceRecord, offline_work_s
-from cosched.engine.state import PLANNING_WINDOW, Counters, Log, ReplicaState, state_of
+from cosched.engine.state import PLANNING_WINDOW, Counters, Log
 from cosched.engine.storage import StorageReads
 from cosched.engine.timekeeper import Moment, Timekeeper
 from cosched.engine.tracked import TrackedRequest
@@ -152,7 +153,7 @@ class Controller:
         # To preempt a request all its tokens must be known: this iteration does not overlap.
         if plan.preempt and port.drain_results(scheduler):
             plan = self._after_draining(plan, running_batch)
-        taken = self.table.promise(plan, self.waiting, running_batch, scheduler.chunked_req)
+        taken = self.table.promise(plan, self.waiting.get, running_batch, scheduler.chunked_req)
         self._preempt(plan, running_batch)
         due = port.microbatch(scheduler)
         self.must_decode.discard(due)
@@ -480,7 +481,7 @@ class Controller:
 
     def export_to(self, exporter: MetricsExporter) -> None:
         """Report to Prometheus from now on."""
-        self.exporter = exporter
+        self.exporter = self.service.listener = exporter
         self.observer.add_listener(exporter.measured)
 
     def log_decisions(self, log: DecisionLog | None) -> None:
@@ -498,7 +499,3 @@ class Controller:
                 raise
             self.log_decisions(None)
             self.guard.note("decision_log", error)
-
-    def state(self) -> ReplicaState:
-        """What ``/get_server_info`` shows."""
-        return state_of(self)

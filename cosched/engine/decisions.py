@@ -9,18 +9,16 @@ import logging
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from cosched.core.plan import PreemptMode, SkipReason
 from cosched.core.request import LateReason, Request, RequestClass
 from cosched.core.view import KvState, View
+from cosched.engine.iteration import Iteration
 from cosched.engine.parts import PartWriter, switched_off
 from cosched.errors import ConfigError
-
-if TYPE_CHECKING:
-    from cosched.engine.observe import Iteration
 
 logger = logging.getLogger(__name__)
 

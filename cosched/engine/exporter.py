@@ -10,19 +10,16 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from cosched.batch.prometheus import Kind, Metric
 from cosched.core.request import LateReason, RequestClass
-from cosched.engine.observe import Iteration
+from cosched.engine.iteration import Iteration
 from cosched.engine.service import TARGETS
 from cosched.engine.state import ReplicaState
 from cosched.predict.account import key_of
-
-if TYPE_CHECKING:
-    from cosched.engine.controller import Controller
 
 REFRESH_S = 1.0
 """Host time between two refreshes from the state [s]."""
@@ -197,11 +194,15 @@ class MetricsExporter:
     becomes idle. Implements `cosched.engine.service.ServiceListener`."""
 
     def __init__(
-        self, controller: Controller, labels: Mapping[str, Any], *, registry: Any = None
+        self,
+        state: Callable[[], ReplicaState],
+        labels: Mapping[str, Any],
+        *,
+        registry: Any = None,
     ) -> None:
-        """labels: those of SGLang's own metrics of this scheduler; registry: prometheus_client's,
-        None: its default."""
-        self._controller = controller
+        """state: of the replica now; labels: those of SGLang's own metrics of this scheduler;
+        registry: prometheus_client's, None: its default."""
+        self._state = state
         self._labels = dict(labels)
         self._refresh_at_s = 0.0
         self._is_idle = False
@@ -224,7 +225,6 @@ class MetricsExporter:
         for log in LOGS:
             self._of("log_switched_off", log=log).set(0)
         self._of("failures", place="plan")
-        controller.service.listener = self
 
     def _find(self, name: str, **more: Any) -> Any:
         labels = {**self._labels, **more}
@@ -265,7 +265,7 @@ class MetricsExporter:
 
     def _refresh(self) -> None:
         self._refresh_at_s = time.monotonic() + REFRESH_S
-        state = self._controller.state()
+        state = self._state()
         for metric, paths in _TABLE:
             for values, path in paths.items():
                 value = _value(state, path)

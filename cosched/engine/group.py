@@ -24,7 +24,7 @@ from typing import Any, cast
 from cosched.core.batch import BatchTotals
 from cosched.core.group import NO_OTHERS, OtherRanks, RankNeeds, others_of
 from cosched.engine.guard import Guard
-from cosched.engine.observe import Iteration
+from cosched.engine.iteration import Iteration
 from cosched.engine.view_of import SchedulerView
 from cosched.schedule.base import GroupPolicy, Policy
 

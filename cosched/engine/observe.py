@@ -19,71 +19,32 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from cosched.core.batch import BatchShape, BatchTotals
-from cosched.core.plan import EMPTY_PLAN, Plan
+from cosched.core.batch import BatchShape
 from cosched.engine import port
 from cosched.engine.clock import Clock, EngineClock
 from cosched.engine.guard import Guard
+from cosched.engine.iteration import Iteration
 from cosched.engine.parts import LineFile, switched_off
-from cosched.engine.port.attention import reads_once
 from cosched.engine.port.prefixes import RunningPrefixes, with_repeated
+from cosched.engine.port.read_once import reads_once
 from cosched.errors import ConfigError
 from cosched.predict.account import Account
-
-if TYPE_CHECKING:
-    from cosched.engine.group import Group
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True, eq=False)
-class Iteration:
-    """One iteration from its plan to its result; the observer's listeners get the same object.
-    Under the overlap scheduler two are under way at once.
+class SteppingRanks(Protocol):
+    """The ranks that step together with this one, as far as an iteration is concerned.
 
-    plan         what it was to run; the engine's own decision where nothing of cosched's plans
-    planning_s   host time of the view, the plan and its check [s]; None: nothing was planned
-    reqs         SGLang's requests in the order of the shape, until they have been charged
-    shape        what runs
-    predicted_s  predicted time when it was launched [s]; None: there is no predictor
-    longest      with DP attention, the longest batch of all ranks, once they have agreed on it
-    launched_s   when it was launched [s]
-    came_late    the device was idle before it because the scheduler waited too long
-    follows      the device was not idle before it
-    start_s      when the one before it ended, or when it was launched after idle time [s]
-    duration_s   from then until its result was there [s]; None: it is under way
-    device_s     the part of it in which the device was busy [s]
-    is_exact     True if the measured duration excludes host time
+    unagreed     launched here, and not sent to the others yet
+    plans_ahead  an iteration is planned while the one before it runs
     """
 
-    plan: Plan = field(default_factory=lambda: EMPTY_PLAN)
-    planning_s: float | None = None
-    reqs: Sequence[Any] = ()
-    shape: BatchShape = field(default_factory=BatchShape)
-    predicted_s: float | None = None
-    longest: BatchTotals | None = None
-    launched_s: float = 0.0
-    came_late: bool = False
-    follows: bool = False
-    start_s: float = 0.0
-    duration_s: float | None = None
-    device_s: float = 0.0
-    is_exact: bool = True
-
-    @property
-    def seconds(self) -> float:
-        """`duration_s` of an iteration that has ended."""
-        assert self.duration_s is not None, "it is under way"
-        return self.duration_s
-
-    @property
-    def end_s(self) -> float:
-        """When its result was there [s]."""
-        return self.start_s + self.seconds
+    unagreed: Iteration | None
+    plans_ahead: bool
 
 
 class IterationObserver:
@@ -124,7 +85,7 @@ class IterationObserver:
         """Charges requests for their iterations; None: another rank does."""
         self.note_launched: Callable[..., bool] | None = None
         """`LastMoment.launched`; None: nothing waits."""
-        self.group: Group | None = None
+        self.group: SteppingRanks | None = None
         """The ranks that step together; None: there is one."""
         self._was_idle = False
         """The latest batch of this rank had no requests, those of other ranks had."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -23,9 +23,6 @@ from cosched.engine.tracked import TrackedRequest
 from cosched.memory.tree import KvTree
 from cosched.predict.lengths import NUM_ENDS
 from cosched.schedule.ledger import promised_tokens
-
-if TYPE_CHECKING:
-    from cosched.engine.waiting import WaitingQueue
 
 
 class _Column:
@@ -150,18 +147,22 @@ class RunningTable:
             )
 
     def promise(
-        self, plan: Plan, waiting: WaitingQueue, batch: Any, unfinished: Any | None
+        self,
+        plan: Plan,
+        waiting: Callable[[str], TrackedRequest | None],
+        batch: Any,
+        unfinished: Any | None,
     ) -> Mapping[str, int]:
         """Remember what a plan sets aside, and which requests grow into what is set aside for
         another. Returns, where the plan prefills, the rid of each running guest -> KV tokens that
-        it has taken of what its host was promised."""
+        it has taken of what its host was promised. waiting: the request of an id, if it waits."""
         running: dict[str, TrackedRequest] = {}
-        if plan.hosts or any(waiting.get(rid) is None for rid in plan.promise):
+        if plan.hosts or any(waiting(rid) is None for rid in plan.promise):
             running = {req.rid: req.cosched for req in batch.reqs}
             if unfinished is not None:
                 running[unfinished.rid] = unfinished.cosched
         for rid, num_tokens in plan.promise.items():
-            tracked = running.get(rid) or waiting.get(rid)
+            tracked = running.get(rid) or waiting(rid)
             if tracked is not None:  # else it ended while the results were drained
                 tracked.promise(num_tokens)
                 self.forget(tracked)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
-from cosched.core.batch import BatchShape, BatchTotals
 from cosched.core.request import RequestClass
 from cosched.core.view import OfflineLimits
 from cosched.engine import port
@@ -16,16 +14,6 @@ from cosched.engine.isolated import IsolatedState
 from cosched.engine.tracked import TrackedRequest
 from cosched.memory.occupancy import KvOccupancy
 from cosched.pool.prefix_pool import PoolStats
-from cosched.pool.tenants import TenantPool
-
-if TYPE_CHECKING:
-    from cosched.engine.controller import Controller
-
-_OFFLINE_IN_TAIL = 4
-"""One of this many running offline requests still runs, in the mean, when no more begin."""
-_CHUNK = 1024
-"""Prompt tokens by which the time of one is estimated."""
-
 
 PLANNING_WINDOW = 1000
 """Latest plans whose percentiles ``/get_server_info`` shows."""
@@ -184,134 +172,3 @@ class ReplicaState(msgspec.Struct, kw_only=True, frozen=True):
         """For JSON and SGLang's messages."""
         result: dict[str, Any] = msgspec.to_builtins(self)
         return result
-
-
-def state_of(controller: Controller) -> ReplicaState:
-    """What ``/get_server_info`` shows."""
-    running = _running(controller)
-    num_offline = sum(1 for r in running if r.request_class is RequestClass.OFFLINE)
-    counters = controller.counters
-    planning_s = sorted(controller.planning_times_s) or [0.0]
-    pool = controller.waiting.offline
-    output_tokens = controller.service.output_tokens
-    aborted = controller.service.aborted + controller.waiting.aborted
-    cancelled = controller.service.cancelled + controller.waiting.cancelled
-    return ReplicaState(
-        policy=controller.config.policy,
-        num_waiting_online=len(controller.waiting.online),
-        num_waiting_offline=len(pool),
-        num_waiting_tokens=controller.waiting.num_tokens,
-        num_running_online=len(running) - num_offline,
-        num_running_offline=num_offline,
-        num_preemptions=counters.num_preemptions,
-        num_engine_refusals=counters.num_engine_refusals,
-        num_turned_away=controller.scheduler.cosched_offline.num_turned_away,
-        num_iterations=controller.observer.num_iterations,
-        busy_s=round(controller.observer.busy_s, 6),
-        device_s=controller.waiting.account.by_class(),
-        budget_s=round(controller.observer.budget_s, 6),
-        budget_used_s=round(controller.observer.budget_used_s, 6),
-        num_aborted_online=aborted[RequestClass.ONLINE],
-        num_aborted_offline=aborted[RequestClass.OFFLINE],
-        num_cancelled_online=cancelled[RequestClass.ONLINE],
-        num_cancelled_offline=cancelled[RequestClass.OFFLINE],
-        num_waits=0 if controller.last_moment is None else controller.last_moment.num_waits,
-        num_dry=0 if controller.last_moment is None else controller.last_moment.num_dry,
-        lead_s=0.0 if controller.last_moment is None else round(controller.last_moment.lead_s, 6),
-        tokens_per_decode=round(controller.table.tokens_per_decode, 3),
-        num_plans=counters.num_plans,
-        num_replans=counters.num_replans,
-        num_safe_plans=counters.num_safe_plans,
-        policy_given_up=controller.guard.has_given_up,
-        failures=dict(controller.guard.failures),
-        planning_us=PlanningTimes(
-            mean=_us(counters.planning_s / max(counters.num_plans, 1)),
-            p50=_us(planning_s[len(planning_s) // 2]),
-            p99=_us(planning_s[len(planning_s) * 99 // 100]),
-        ),
-        online_prefill_tokens=counters.online_prefill_tokens,
-        offline_prefill_tokens=counters.offline_prefill_tokens,
-        recomputed_tokens=counters.recomputed_tokens,
-        online_output_tokens=output_tokens[RequestClass.ONLINE],
-        offline_output_tokens=output_tokens[RequestClass.OFFLINE],
-        offline_work_s=round(counters.offline_work_s, 6),
-        attainment={
-            target: (met, missed)
-            for (_, target), (met, missed) in controller.service.attainment.items()
-        },
-        late={
-            reason.value: (num_judged, num_met)
-            for reason, (num_judged, num_met) in controller.service.late.items()
-        },
-        times_s={
-            f"{request_class.value}_{name}": (round(total_s, 6), num)
-            for (request_class, name), (total_s, num) in controller.service.times_s.items()
-        },
-        histograms={name: {**one} for name, one in controller.service.histograms.items()},
-        skipped=dict(Counter(reason.value for reason in controller.latest_plan.skipped.values()))
-        if len(controller.waiting.online) + len(pool)
-        else {},
-        offline_limits=controller.waiting.offline_limits,
-        pool=pool.stats() if isinstance(pool, TenantPool) else None,
-        kv=None if controller.kv is None else controller.kv.occupancy(),
-        alone=None if controller.isolated is None else controller.isolated.state(),
-        tiers=_tiers(controller, running),
-        logs_off=tuple(name for name, log in controller.logs.items() if log.is_off),
-    )
-
-
-def _tiers(controller: Controller, running: list[TrackedRequest]) -> dict[str, TierState]:
-    tiers = controller.service.tiers
-    if not tiers:
-        return {}
-    waiting = Counter(one.tier for one in controller.waiting.online)
-    runs = Counter(one.tier for one in running if one.request_class is RequestClass.ONLINE)
-    return {
-        one.name: TierState(
-            num_waiting=waiting[rank],
-            num_running=runs[rank],
-            attainment={target: (met, missed) for target, (met, missed) in one.attainment.items()},
-            times_s={
-                name: (round(total_s, 6), num) for name, (total_s, num) in one.times_s.items()
-            },
-            histograms={name: {**counts} for name, counts in one.histograms.items()},
-        )
-        for rank, one in enumerate(tiers)
-    }
-
-
-def offline_progress(controller: Controller) -> OfflineProgress:
-    """O(running and preempted requests)."""
-    running = _running(controller)
-    begun = [*running, *controller.waiting.preempted]
-    offline = [one for one in begun if one.request_class is RequestClass.OFFLINE]
-    progress = OfflineProgress(
-        begun=tuple(
-            (one.num_prompt_tokens, one.num_output_tokens, one.max_new_tokens) for one in offline
-        )
-    )
-    if not controller.is_timed or not offline:
-        return progress
-    online = [one for one in running if one.request_class is RequestClass.ONLINE]
-    contexts = [
-        one.num_prompt_tokens + one.num_output_tokens
-        for one in [*online, *offline[::_OFFLINE_IN_TAIL]]
-    ]
-    decodes = BatchTotals.of(BatchShape(decodes=contexts))
-    decode_s = controller.predictor.estimate_s(decodes)
-    decodes.add_prefill(_CHUNK, 0)
-    return msgspec.structs.replace(
-        progress,
-        tail_decode_s=decode_s,
-        prefill_token_s=max(controller.predictor.estimate_s(decodes) - decode_s, 0.0) / _CHUNK,
-    )
-
-
-def _us(seconds: float) -> float:
-    return round(seconds * 1e6, 1)
-
-
-def _running(controller: Controller) -> list[TrackedRequest]:
-    """Running requests and the one whose prefill is unfinished."""
-    reqs = port.under_way(controller.scheduler)
-    return [tracked for req in reqs if (tracked := TrackedRequest.of(req)) is not None]

@@ -8,7 +8,8 @@ from typing import NamedTuple
 from cosched.core.batch import BatchShape, BatchTotals
 from cosched.core.view import Ended
 from cosched.engine.clock import Clock
-from cosched.engine.observe import Iteration, IterationObserver
+from cosched.engine.iteration import Iteration
+from cosched.engine.observe import IterationObserver
 from cosched.engine.tracked import TrackedRequest
 from cosched.predict.calibration import Calibrator
 

@@ -49,8 +49,8 @@ from cosched.lab.metrics.figure import check_can_draw
 from cosched.lab.metrics.plots import Run, plot_overview
 from cosched.lab.metrics.stats import Window, to_dict
 from cosched.lab.metrics.summary import compare
-from cosched.lab.simulation.requests import WorkloadSpec
-from cosched.lab.simulation.run import RunSpec, summarize_run
+from cosched.lab.simulation.run import summarize_run
+from cosched.lab.simulation.run_spec import RunSpec, WorkloadSpec
 from cosched.lab.simulation.setting import OfflineClient, Setting
 from cosched.policies import known_policy, policy_names
 from cosched_traces.builders import DEMO_BURSTS, DEMO_MEAN_RATE

@@ -41,7 +41,8 @@ from cosched.lab.simulation.options import (
     data_dir_of,
     machine_of,
 )
-from cosched.lab.simulation.run import DEFAULT_SLO, RunResult, RunSpec, execute_requests
+from cosched.lab.simulation.run import RunResult, execute_requests
+from cosched.lab.simulation.run_spec import DEFAULT_SLO, RunSpec
 from cosched.lab.simulation.setting import OfflineClient, Setting
 from cosched_traces.catalogue import load_workload
 from cosched_traces.mmlu import BYTES_PER_TOKEN

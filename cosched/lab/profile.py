@@ -73,13 +73,13 @@ from cosched.lab.simulation.options import (
     run_spec_of,
 )
 from cosched.lab.simulation.run import (
-    RunSpec,
     config_of,
     cost_model_of,
     engine_flags,
     identity_of,
     launches_of,
 )
+from cosched.lab.simulation.run_spec import RunSpec
 from cosched.lab.simulation.setting import OfflineClient, setting_of
 from cosched.lab.simulation.slo_search import SEARCHES, Ran, SloAnswer, find_largest, search_largest
 from cosched.predict.fitted import FittedPredictor, GraphSizes, fit_predictor, summarise

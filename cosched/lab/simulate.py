@@ -39,7 +39,8 @@ from cosched.lab.metrics.stats import Window
 from cosched.lab.metrics.table import print_table
 from cosched.lab.simulation.find import QUESTIONS, find
 from cosched.lab.simulation.options import PolicyName, RunOptions, run_spec_of
-from cosched.lab.simulation.run import RunResult, RunSpec, execute
+from cosched.lab.simulation.run import RunResult, execute
+from cosched.lab.simulation.run_spec import RunSpec
 from cosched.lab.simulation.setting import Setting, with_eviction
 from cosched.memory.config import ENGINE_ORDERS, EVICTION_ORDERS
 from cosched.policies import policy_entry, without_tolerance

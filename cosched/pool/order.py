@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Generic, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Generic, Protocol, TypeVar
 
-from cosched.pool.freshness import due_time_s
+from sortedcontainers import SortedKeyList
+
+from cosched.pool.buckets import LengthBuckets
+from cosched.pool.freshness import DueRequests, UtilityMix
 from cosched.pool.pool import PrefixRequest
 from cosched.pool.radix import Node, Place
 
-if TYPE_CHECKING:
-    from cosched.pool.prefix_pool import PrefixPool
-
 P = TypeVar("P", bound=PrefixRequest)
 
-_DEADLINE_TOLERANCE = 0.1
-"""Deadlines this part of the margin apart count as one: prefix order decides between them."""
+
+class Pool(Protocol[P]):
+    """What a pass reads of a `cosched.pool.prefix_pool.PrefixPool`, which describes it."""
+
+    mix: UtilityMix
+    by_age: SortedKeyList[Place[P], int]
+    deadlines: DueRequests[P]
+    urgent_until_s: float
+    buckets: LengthBuckets[P]
+    places: dict[str, Place[P]]
+
+    def is_as_urgent(self, head: P, urgent: P) -> bool: ...
+
+    def shared_with_last(self, place: Place[P]) -> int: ...
+
+    def leaves_prefix(
+        self, in_use: int, stale: Place[P], shared_with_last: Callable[[Place[P]], int]
+    ) -> bool: ...
 
 
 class PoolOrder(Iterator[P]):
@@ -23,7 +39,7 @@ class PoolOrder(Iterator[P]):
 
     knows_prefixes = True
 
-    def __init__(self, pool: PrefixPool[P]) -> None:
+    def __init__(self, pool: Pool[P]) -> None:
         self._pool = pool
         self._mix = pool.mix.fork()
         self._oldest = (place.item for place in pool.by_age)
@@ -146,7 +162,7 @@ class PoolOrder(Iterator[P]):
         if self._is_skipped(urgent):
             self._most_urgent = None
             return None
-        return head if self._is_as_urgent(head, urgent) else urgent
+        return head if self._pool.is_as_urgent(head, urgent) else urgent
 
     def _pick_mixed(self, head: P) -> P:
         stale = self._next_due()
@@ -178,13 +194,6 @@ class PoolOrder(Iterator[P]):
             return self._pool.shared_with_last(place)
         index_of = self._pool.buckets.index_of
         return last.shared_len(place) if index_of(last.item) == index_of(place.item) else 0
-
-    def _is_as_urgent(self, head: P, urgent: P) -> bool:
-        head_due_s, due_s = due_time_s(head), due_time_s(urgent)
-        if head_due_s is None or not self._pool.is_urgent(head):
-            return False
-        assert due_s is not None
-        return head_due_s <= due_s + _DEADLINE_TOLERANCE * self._pool.config.deadline_margin_s
 
     def _next_of(self, requests: Iterator[P]) -> P | None:
         return next((request for request in requests if request.rid not in self._yielded), None)

@@ -42,6 +42,9 @@ P = TypeVar("P", bound=PrefixRequest)
 _LOOK_S = 1.0
 """Time between two computations of which requests are urgent [s]."""
 
+_DEADLINE_TOLERANCE = 0.1
+"""Deadlines this part of the margin apart count as one: prefix order decides between them."""
+
 
 class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the pool orders what waits.
@@ -304,6 +307,14 @@ class PrefixPool(Generic[P]):
     def is_urgent(self, request: P) -> bool:
         due_s = due_time_s(request)
         return due_s is not None and due_s <= self.urgent_until_s
+
+    def is_as_urgent(self, head: P, urgent: P) -> bool:
+        """Whether a request at the head of the order has a deadline as early as an urgent one."""
+        head_due_s, due_s = due_time_s(head), due_time_s(urgent)
+        if head_due_s is None or not self.is_urgent(head):
+            return False
+        assert due_s is not None
+        return head_due_s <= due_s + _DEADLINE_TOLERANCE * self.config.deadline_margin_s
 
     def shared_with_last(self, place: Place[P]) -> int:
         """Tokens that it has in common with the last admission, in one bucket."""

@@ -26,11 +26,11 @@ from cosched.engine.guard import note_or_raise
 from cosched.engine.offline_gate import is_for_gate
 from cosched.engine.port import finish_by_pattern as finish
 from cosched.engine.port import forget_last, most_tail_tokens, refuse, under_way
-from cosched.engine.port.attention import launching
 from cosched.engine.port.building import adder_class
 from cosched.engine.port.grammar_compilers import compile_for, ready_requests
 from cosched.engine.port.penalties import count_outputs
-from cosched.engine.state import offline_progress
+from cosched.engine.port.read_once import launching
+from cosched.engine.read_state import offline_progress, state_of
 from cosched.engine.support import check_arguments
 from cosched.engine.tracked import TrackedRequest
 from cosched.engine.waiting import WaitingQueue, online_requests
@@ -400,7 +400,7 @@ def add_state(result: Any, scheduler: Any, recv_req: Any) -> Any:
     if controller is not None:
         try:
             progress = msgspec.to_builtins(offline_progress(controller))
-            state = controller.state().to_dict() | {"offline_progress": progress}
+            state = state_of(controller).to_dict() | {"offline_progress": progress}
             result.internal_state["cosched"] = state
         except Exception as error:
             result.internal_state["cosched"] = {"error": repr(error)}

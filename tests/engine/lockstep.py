@@ -22,6 +22,7 @@ from dataclasses import replace
 
 import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.config import ENV_VAR
+from cosched.engine.read_state import state_of
 
 
 def main(rank, task):
@@ -78,7 +79,7 @@ def main(rank, task):
         "iterations": number,
     }
     if controller is not None:
-        told["state"] = controller.state().to_dict()
+        told["state"] = state_of(controller).to_dict()
         told["observed"] = controller.predictor.describe()["num_observed"]
     print(json.dumps(told), flush=True)
     os._exit(0)  # the process groups end with the processes

@@ -12,6 +12,7 @@ from cosched.core.plan import Plan, Preemption, SkipReason
 from cosched.engine import decisions, observe
 from cosched.engine.decision_log.read import read_log
 from cosched.engine.parts import NUM_PARTS, parts_of
+from cosched.engine.read_state import state_of
 from cosched.errors import ConfigError
 from cosched.lab.metrics.records import record_line
 from cosched.lab.simulation.run import execute
@@ -279,7 +280,7 @@ def test_a_full_disk_switches_the_log_off_with_one_warning(make_engine, log):
         f"cosched: the {log.replace('_', ' ')} '/dev/full' is switched off until the next start: "
         "No space left on device"
     ]
-    state = engine.scheduler.cosched.state()
+    state = state_of(engine.scheduler.cosched)
     assert state.logs_off == (log.removesuffix("_log"),)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
 
 import cosched.bootstrap  # noqa: F401  # before sglang
+from cosched.engine.read_state import offline_progress, state_of
 from tests.engine.conftest import assert_drained, prompt, use_stepping_clock, without_model
 
 
@@ -22,7 +24,9 @@ def export(make_engine):
         engine = make_engine(**options)
         registry = CollectorRegistry()
         controller = engine.scheduler.cosched
-        controller.export_to(MetricsExporter(controller, {"tp_rank": "0"}, registry=registry))
+        controller.export_to(
+            MetricsExporter(partial(state_of, controller), {"tp_rank": "0"}, registry=registry)
+        )
 
         def value(name, **labels):
             return registry.get_sample_value(f"cosched:{name}", {"tp_rank": "0", **labels})
@@ -115,8 +119,6 @@ def test_what_has_begun_of_offline_requests_is_told_for_forecasts(make_engine):
     for i in range(3):
         engine.submit(f"off{i}", prompt(100 + i, 100 + i), max_new_tokens=40, priority=-1)
     controller = engine.scheduler.cosched
-    from cosched.engine.state import offline_progress
-
     assert offline_progress(controller).begun == ()
     engine.run(lambda: any(one[1] for one in offline_progress(controller).begun))
     progress = offline_progress(controller)
@@ -153,7 +155,7 @@ def test_targets_met_and_missed(export):
     assert judged("online", "tpot") == [2, 1]
     assert judged("online", "all") == [1, 2]
     assert judged("offline", "deadline") == [1, 1]
-    state = engine.scheduler.cosched.state()
+    state = state_of(engine.scheduler.cosched)
     assert state.attainment == {"ttft": (2, 1), "tpot": (2, 1), "all": (1, 2), "deadline": (1, 1)}
     assert state.times_s["online_missed_ttft"][1] == 1 < state.times_s["online_ttft"][1]
     assert sum(state.histograms["ttft"].values()) == state.times_s["online_ttft"][1]
@@ -187,7 +189,7 @@ def test_what_requests_cost_is_counted_by_key_and_class_and_told_at_the_end(expo
             stream=i % 2 == 0,
         )
     engine.run_until_idle(max_iterations=500)
-    state = engine.scheduler.cosched.state()
+    state = state_of(engine.scheduler.cosched)
     shares = [s for by_tenant in state.device_s.values() for s in by_tenant.values()]
     assert sum(shares) == pytest.approx(state.busy_s, abs=1e-5)  # rounded to the microsecond
     assert {name for by_tenant in state.device_s.values() for name in by_tenant} == set(names)
@@ -217,7 +219,7 @@ def test_two_keys_share_the_cost_of_a_prefix(make_engine, monkeypatch, core, fir
 
     engine.run_until_idle(on_iteration=send, max_iterations=500)
     controller = engine.scheduler.cosched
-    costs, busy_s = controller.state().device_s["online"], controller.observer.busy_s
+    costs, busy_s = state_of(controller).device_s["online"], controller.observer.busy_s
     assert sum(costs.values()) == pytest.approx(busy_s, abs=1e-5)
     assert costs[first] == pytest.approx(costs[second], rel=0.05)
 
@@ -255,7 +257,7 @@ def test_who_is_late_is_counted_and_told_with_its_first_token(export):
     assert len(engine.replies["whole"].output_ids) == 60
     assert value("late_total", reason="overdue") == 2 and value("late_total", reason="crowded") == 0
     assert value("late_met_total", reason="overdue") == 0
-    assert engine.scheduler.cosched.state().late["overdue"] == (2, 0)
+    assert state_of(engine.scheduler.cosched).late["overdue"] == (2, 0)
 
 
 def test_what_is_aborted_running_or_waiting_is_no_served_request(export):
@@ -282,7 +284,7 @@ def test_how_much_of_the_time_that_plans_give_is_used(export, policy, is_limited
     given_s, used_s = (
         value(f"iteration_{name}_seconds_total") for name in ("budget", "budget_used")
     )
-    state = engine.scheduler.cosched.state()
+    state = state_of(engine.scheduler.cosched)
     assert (given_s, used_s) == (state.budget_s, state.budget_used_s)
     if is_limited:
         # Targets are far away, and the model is tiny.
@@ -329,7 +331,7 @@ def test_tiers_are_counted_each(export):
     assert value("tier_slo_missed_total", tier="high", target="ttft") == 2
     assert value("tier_slo_met_total", tier="low", target="all") == 1, "the offline one has no tier"
     assert value("tier_requests", tier="low", state="running") == 0
-    state = engine.scheduler.cosched.state().tiers
+    state = state_of(engine.scheduler.cosched).tiers
     assert [*state] == ["high", "low"] and state["high"].times_s["ttft"][1] == 2
     assert sum(state["high"].histograms["ttft"].values()) == 2
 

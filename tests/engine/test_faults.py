@@ -9,6 +9,7 @@ import pytest
 
 from cosched.core.plan import Plan
 from cosched.engine.guard import MOST_FAILURES
+from cosched.engine.read_state import state_of
 from tests.engine.conftest import assert_drained, prompt
 
 OFFLINE = -1
@@ -86,7 +87,7 @@ def test_a_policy_that_fails_now_and_then_costs_nobody_a_token(
     )
     submit_some(engine)
     assert answers(engine) == expected
-    state = controller.state()
+    state = state_of(controller)
     assert state.failures["plan"] == state.num_safe_plans > 1
     assert not state.policy_given_up
     (line,) = [line for line in said if "Decision record" in line]
@@ -100,7 +101,7 @@ def test_a_policy_that_always_fails_is_not_asked_for_ever(make_engine, expected,
     submit_some(engine)
     assert answers(engine) == expected
     assert controller.policy.num_calls == MOST_FAILURES
-    assert controller.state().policy_given_up
+    assert state_of(controller).policy_given_up
     assert "until the server is restarted" in said[-1]
 
 
@@ -122,7 +123,7 @@ def test_a_policy_that_never_returns_is_interrupted_and_not_asked_again(
     submit_some(engine)
     assert answers(engine) == expected
     assert controller.policy.num_calls == 1
-    assert controller.state().policy_given_up
+    assert state_of(controller).policy_given_up
     (line,) = said
     assert "no plan within 0.2 s" in line and "until the server is restarted" in line
 
@@ -140,7 +141,7 @@ def test_slow_plans_are_used_and_named_and_too_many_in_a_row_are_the_last(
     submit_some(engine)
     assert answers(engine) == expected
     assert controller.policy.num_calls == 9 + MOST_FAILURES
-    state = controller.state()
+    state = state_of(controller)
     assert state.policy_given_up and state.failures == {"slow_plan": 2 * MOST_FAILURES - 1}
     assert "took 0.2 s for a plan" in said[0]
     assert "the safe rule plans: it is not asked again" in said[-1]
@@ -216,15 +217,15 @@ def test_what_only_watches_or_orders_may_fail(make_engine, expected, monkeypatch
 
     with monkeypatch.context() as patched:
         assert answers(engine, on_iteration=act) == expected
-    assert controller.state().failures, f"{place} did not fail"
+    assert state_of(controller).failures, f"{place} did not fail"
 
 
 def test_a_server_whose_state_cannot_be_read_says_so(make_engine, monkeypatch):
     from sglang.srt.managers.io_struct import GetInternalStateReq
 
     engine = make_engine()
-    controller = unguarded(engine)
-    monkeypatch.setattr(controller, "state", fail)
+    unguarded(engine)
+    monkeypatch.setattr("cosched_patches.scheduler.state_of", fail)
     state = engine.scheduler.get_internal_state(GetInternalStateReq()).internal_state
     assert state["cosched"] == {"error": "ZeroDivisionError('on purpose')"}
 

@@ -12,6 +12,7 @@ from cosched.core.batch import BatchShape
 from cosched.engine import port
 from cosched.engine.clock import EngineClock
 from cosched.engine.last_moment import Arrivals, LastMoment
+from cosched.engine.read_state import state_of
 
 
 class ByHand:
@@ -220,7 +221,7 @@ def test_who_plans_at_the_last_moment(make_engine, policy, overlap, config, wait
     engine = make_engine(policy=policy, overlap=overlap, config=config)
     controller = engine.scheduler.cosched
     assert (controller.last_moment is not None) is waits
-    state = controller.state()
+    state = state_of(controller)
     assert (state.lead_s > 0) is waits
 
 
@@ -230,7 +231,7 @@ def test_where_the_forward_runs_in_the_schedulers_own_thread_nobody_waits(make_e
     for i in range(4):
         engine.submit(f"r{i}", [5 + i] * 30, max_new_tokens=20)
     engine.run_until_idle()
-    state = engine.scheduler.cosched.state()
+    state = state_of(engine.scheduler.cosched)
     assert state.num_plans > 20 and state.num_waits == 0
     assert all(reply.finish_reason for reply in engine.replies.values())
 

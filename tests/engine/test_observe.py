@@ -8,7 +8,8 @@ import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.core.batch import BatchShape, Prefill
 from cosched.core.plan import Plan
 from cosched.engine.guard import Guard
-from cosched.engine.observe import Iteration, IterationObserver
+from cosched.engine.iteration import Iteration
+from cosched.engine.observe import IterationObserver
 from tests.recorded import NO_DRAFTS
 
 

@@ -15,6 +15,7 @@ from cosched.engine.offline_gate import (
     limits_from_message,
     limits_to_message,
 )
+from cosched.engine.read_state import state_of
 from tests.engine.conftest import assert_drained, prompt, without_model
 
 POLICIES = ["sarathi", "hygen", "echo-bs+e+s"]
@@ -39,7 +40,7 @@ def submit_offline(engine, count, *, tokens=30, length=40):
 
 
 def running_offline(engine):
-    return engine.scheduler.cosched.state().num_running_offline
+    return state_of(engine.scheduler.cosched).num_running_offline
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import random
 import pytest
 
 import cosched.bootstrap  # noqa: F401  # before sglang
+from cosched.engine.read_state import state_of
 from tests.engine.conftest import OFFLINE, assert_drained, outputs, prompt
 from tests.engine.test_decode_role import FAKE
 
@@ -61,7 +62,7 @@ def test_the_same_tokens_as_stock(make_engine, policy, overlap):
     assert_drained(engine)
     controller = engine.scheduler.cosched
     assert not controller.counters.num_safe_plans and not controller.waiting.offline.under_way
-    state = controller.state()
+    state = state_of(controller)
     costs = [s for of in state.device_s.values() for s in of.values()]
     assert sum(costs) == pytest.approx(state.busy_s, rel=1e-3)
 

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import cosched.bootstrap  # noqa: F401  # before sglang
-from cosched.engine.port.attention import launching
 from cosched.engine.port.prefixes import RunningPrefixes
+from cosched.engine.port.read_once import launching
 
 HEAD = [7] * 64
 """With these before them, requests differ behind."""

@@ -4,6 +4,7 @@ import pytest
 
 from cosched.core.request import RequestClass
 from cosched.engine import port
+from cosched.engine.read_state import state_of
 from cosched.engine.tracked import TrackedRequest
 from tests.engine.conftest import (
     assert_drained,
@@ -238,10 +239,10 @@ def test_the_state_tells_of_the_pool_and_of_planning(make_engine):
 
     def act(iteration):
         if iteration >= 10 and not states:
-            states.append(engine.scheduler.cosched.state())
+            states.append(state_of(engine.scheduler.cosched))
 
     engine.run_until_idle(on_iteration=act, max_iterations=8000)
-    states.append(engine.scheduler.cosched.state())
+    states.append(state_of(engine.scheduler.cosched))
     (during, after) = (state.to_dict() for state in states)
     waiting, running = during["num_waiting_offline"], during["num_running_offline"]
     assert waiting + running == 8 and running > 0

@@ -7,7 +7,7 @@ from cosched.lab.columns import COLUMNS
 from cosched.lab.metrics.records import RequestRecord
 from cosched.lab.metrics.summary import summarize
 from cosched.lab.simulation.requests import load_requests, tier_parts
-from cosched.lab.simulation.run import RunSpec, WorkloadSpec
+from cosched.lab.simulation.run_spec import RunSpec, WorkloadSpec
 from cosched.lab.simulation.setting import setting_of
 
 

@@ -14,7 +14,8 @@ import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.config import Config, parse_config
 from cosched.lab import tune
 from cosched.lab.simulation.machine import Machine
-from cosched.lab.simulation.run import RunSpec, WorkloadSpec, execute
+from cosched.lab.simulation.run import execute
+from cosched.lab.simulation.run_spec import RunSpec, WorkloadSpec
 from cosched.lab.simulation.setting import setting_of
 from cosched.lab.simulation.sweep import LEAST_GAIN, TOLERANCE, best_of, sweep
 from cosched.lab.tune import KNOBS

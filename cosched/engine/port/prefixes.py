@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from cosched.core.batch import BatchShape
-from cosched.engine.port.attention import Launch, launched
 from cosched.engine.port.batch import decodes_of
+from cosched.engine.port.read_once import Launch, launched
 from cosched.engine.port.request import prefix_key, token_ids
 from cosched_kernels.groups import Groups, PrefixForest, Shared
 

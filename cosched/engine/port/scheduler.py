@@ -13,8 +13,8 @@ from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
 from sglang.srt.runtime_context import get_exec, get_parallel, get_schedule, get_spec
 
 from cosched.core.caps import EngineCaps
-from cosched.engine.port.attention import reads_once
 from cosched.engine.port.memory import host_total, window_slack, window_tokens
+from cosched.engine.port.read_once import reads_once
 from cosched.engine.port.states import checkpoint_tokens, slots_held, slots_per_request
 from cosched.predict.fitted import GraphSizes
 

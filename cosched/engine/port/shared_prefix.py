@@ -22,8 +22,8 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
 from sglang.srt.model_executor.runner_utils.capture_mode import get_capture_attention_variant
 
 from cosched.config import SharedPrefixConfig, load_config
-from cosched.engine.port.attention import NAME, Launch, launched, note_newest
 from cosched.engine.port.prefixes import MIN_GROUP_TOKENS, RunningPrefixes
+from cosched.engine.port.read_once import NAME, Launch, launched, note_newest
 from cosched.engine.port.scheduler import parallel
 from cosched.errors import ConfigError, choices
 from cosched_kernels import reference, shared_prefix

@@ -29,7 +29,8 @@ from cosched.lab.metrics.table import print_table
 from cosched.lab.simulation.arrivals import Arrival, Source
 from cosched.lab.simulation.clients import online_client
 from cosched.lab.simulation.requests import offline_client
-from cosched.lab.simulation.run import RunSpec, summarize_run
+from cosched.lab.simulation.run import summarize_run
+from cosched.lab.simulation.run_spec import RunSpec
 from cosched_traces.workload import TraceRequest
 
 VOCAB_SIZE = 2000

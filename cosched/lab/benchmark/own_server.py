@@ -22,8 +22,9 @@ from cosched.lab.benchmark.live import (
     LiveTarget,
     measure_live,
 )
-from cosched.lab.simulation.requests import WorkloadSpec, load_requests
-from cosched.lab.simulation.run import RunSpec, config_of
+from cosched.lab.simulation.requests import load_requests
+from cosched.lab.simulation.run import config_of
+from cosched.lab.simulation.run_spec import RunSpec, WorkloadSpec
 
 _WARM_UP_REQUESTS = 8  # of each class
 _WARM_UP_SEED = 1_000_000  # no prompt of the warm-up is measured

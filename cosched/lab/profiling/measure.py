@@ -16,7 +16,7 @@ from cosched.core.plan import EMPTY_PLAN, Plan
 from cosched.core.request import Request
 from cosched.core.view import View
 from cosched.engine import port
-from cosched.engine.observe import Iteration
+from cosched.engine.iteration import Iteration
 from cosched.errors import ConfigError
 from cosched.lab.local_engine import LocalEngine
 from cosched.lab.profiling.design import DesignedBatch, Limits, Round

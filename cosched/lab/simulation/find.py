@@ -15,8 +15,7 @@ from rich.progress import Progress
 
 from cosched.errors import ConfigError, choices
 from cosched.lab.simulation.parallel import execute_all
-from cosched.lab.simulation.requests import WorkloadSpec
-from cosched.lab.simulation.run import RunSpec
+from cosched.lab.simulation.run_spec import RunSpec, WorkloadSpec
 from cosched.lab.simulation.search import last_good, values_between
 from cosched.lab.simulation.setting import OfflineClient
 

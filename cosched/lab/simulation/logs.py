@@ -10,7 +10,7 @@ from cosched.core.batch import BatchShape
 from cosched.core.request import RequestClass
 from cosched.core.wire import class_of_priority
 from cosched.engine import port
-from cosched.engine.observe import Iteration
+from cosched.engine.iteration import Iteration
 from cosched.lab.metrics.records import IterationRecord
 from cosched.memory.occupancy import HostOccupancy, KvOccupancy
 

@@ -34,8 +34,8 @@ from cosched.lab.cost_models.registry import COST_MODELS
 from cosched.lab.cost_models.specs import GPUS, MODELS, ModelSpec
 from cosched.lab.simulation.host_time import read_host_time
 from cosched.lab.simulation.machine import Machine
-from cosched.lab.simulation.requests import WorkloadSpec, checked_tiers
-from cosched.lab.simulation.run import DEFAULT_SLO, CostSpec, RunSpec
+from cosched.lab.simulation.requests import checked_tiers
+from cosched.lab.simulation.run_spec import DEFAULT_SLO, CostSpec, RunSpec, WorkloadSpec
 from cosched.lab.simulation.setting import Setting
 from cosched.policies import known_policy, policy_names
 from cosched.predict.tolerance import (

@@ -13,7 +13,8 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from cosched.errors import CoschedError
-from cosched.lab.simulation.run import RunResult, RunSpec, execute
+from cosched.lab.simulation.run import RunResult, execute
+from cosched.lab.simulation.run_spec import RunSpec
 from cosched.lab.simulation.store import ResultStore
 
 _PRELOADED = ["cosched.lab.simulation.prepared", "cosched.lab.simulation.virtual"]

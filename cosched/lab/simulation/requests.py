@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -23,50 +23,11 @@ from cosched.lab.simulation.clients import (
     WaveClient,
 )
 from cosched.lab.simulation.feeder_client import FeederClient, jobs_of, prompt_key
+from cosched.lab.simulation.run_spec import RunSpec, offline_client_of
 from cosched.lab.simulation.setting import OfflineClient
-from cosched.policies import policy_entry
 from cosched_traces.catalogue import load_workload
 from cosched_traces.transform import busiest_window, replay_faster
 from cosched_traces.workload import TraceRequest
-
-if TYPE_CHECKING:
-    from cosched.lab.simulation.run import RunSpec
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkloadSpec:
-    """A workload of the catalogue and its parameters (`cosched_traces.catalogue.load_workload`).
-
-    name           a workload of the catalogue, or a file
-    rate           mean rate of the requests, or of the starts of sessions [1/s]
-    num_sessions   concurrent sessions, of a workload in sessions; a new one begins when one ends
-    num_requests   size of the offline set
-    peak_window_s  run only the busiest stretch of the online workload of this length [s]
-    client         of the offline requests: the server's own feeder (feeder), ``cosched batch --via
-                   lines`` (lines), or the whole set at the start (all); default: feeder, with stock
-                   scheduling all
-    num_batches    batches of the feeder: their lines are those of the set in turn
-    wave           offline requests sent at once, in place of the client; the next follow when all
-                   of them have ended
-    refill         offline requests kept at the server, in place of the client: when one ends, the
-                   next of the set is sent
-    tiers          tiers of the online requests: PRIORITY:PART:TTFT_MS:TPOT_MS of each, separated by
-                   spaces; every session or request is of one, drawn by their parts. Without targets
-                   (PRIORITY:PART) the server's hold
-    faster         factor on the speed of the online workload, bursts kept; its rate is after that
-    """
-
-    name: str
-    rate: float | None = None
-    num_sessions: int | None = None
-    num_requests: int | None = None
-    peak_window_s: float | None = None
-    client: str | None = None
-    num_batches: int = 1
-    wave: int | None = None
-    refill: int | None = None
-    faster: float = 1.0
-    tiers: str = ""
 
 
 def load_requests(spec: RunSpec) -> tuple[list[TraceRequest], list[TraceRequest]]:
@@ -175,16 +136,6 @@ def _with_deadlines(
         return Slo(deadline_s=jct.limit_s(request.num_output_tokens))
 
     return [replace(r, slo=with_defaults(r.slo, deadline(r))) for r in requests]
-
-
-def offline_client_of(spec: RunSpec) -> OfflineClient:
-    """The kind of client of the offline requests of a run. Stock scheduling has no batches."""
-    if spec.setting.client is not None:
-        return spec.setting.client
-    if spec.offline is not None and spec.offline.client is not None:
-        return OfflineClient(spec.offline.client)
-    is_stock = policy_entry(spec.setting.policy).make is None
-    return OfflineClient.ALL if is_stock else OfflineClient.FEEDER
 
 
 def offline_client(

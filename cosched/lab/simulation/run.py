@@ -1,11 +1,11 @@
-"""One run in virtual time: its specification and its result."""
+"""One run in virtual time, and its result."""
 
 from __future__ import annotations
 
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,12 +18,10 @@ from cosched.engine.arguments import kv_arguments
 from cosched.engine.support import EVICTION_FLAG, SLOW_WHERE_MIXED
 from cosched.errors import ConfigError, CoschedError
 from cosched.lab.cost_models.base import OVERLAPPED, SYNCHRONOUS, CostModel, PrefixReads
-from cosched.lab.cost_models.overheads import DeviceOverheads, Launches, overheads_named
+from cosched.lab.cost_models.overheads import Launches
 from cosched.lab.cost_models.registry import make_cost_model
-from cosched.lab.cost_models.specs import gpu_spec
 from cosched.lab.metrics.job import steady_window
 from cosched.lab.metrics.records import ColumnLog, IterationLog, RequestRecord
-from cosched.lab.metrics.slo import JctTarget
 from cosched.lab.metrics.stats import Window
 from cosched.lab.metrics.summary import Summary, summarize
 from cosched.lab.simulation.arrivals import Source
@@ -31,16 +29,9 @@ from cosched.lab.simulation.clients import online_client
 from cosched.lab.simulation.drafts import Acceptance
 from cosched.lab.simulation.feeder_client import FeederClient
 from cosched.lab.simulation.host_time import host_time
-from cosched.lab.simulation.machine import Machine
 from cosched.lab.simulation.ranks import forked
-from cosched.lab.simulation.requests import (
-    WorkloadSpec,
-    is_missed,
-    load_requests,
-    offline_client,
-    offline_client_of,
-)
-from cosched.lab.simulation.setting import Setting
+from cosched.lab.simulation.requests import is_missed, load_requests, offline_client
+from cosched.lab.simulation.run_spec import RunSpec
 from cosched.lab.simulation.work import JobWork, job_work
 from cosched.policies import policy_entry
 from cosched.predict.profile_file import EngineIdentity, Profile
@@ -49,115 +40,8 @@ from cosched_traces.workload import TraceRequest
 if TYPE_CHECKING:
     from cosched.lab.simulation.virtual import VirtualEngine
 
-DEFAULT_SLO = Slo(ttft_s=1.0, tpot_s=0.05)
-
 _ASKED_EVERY = 200
 """Iterations between two checks of the unfinished requests."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CostSpec:
-    """Iteration times of the simulated GPU.
-
-    name                 the cost model that gives iteration times; default: kernel-table with a
-                         data folder, else roofline
-    noise_sigma          standard deviation of the log of a random factor on each iteration's time
-    profile              measured profile, for the cost model ``profile``
-    device_overheads     what launches add to the time of their kernels, by attention backend
-                         (docs/cost_models.md); auto: SGLang's default backend for the GPU. The
-                         next five replace single values
-    launch_ms            host time from a launch to its first kernel [ms]
-    eager_layer_ms       host time to launch a layer of an iteration with a prefill [ms]
-    prefill_sync_ms      idle time before an iteration with a prefill, if it waits for that [ms]
-    fence_ms             delay of the iteration after a mixed one [ms]
-    mixed_decode_factor  factor on the attention time of a decode beside a prefill
-    prefix_reads         how decodes read a common prefix: each its whole context (each), from the
-                         L2 cache (cached), or once by cosched_shared_prefix (once)
-    slower               factor on iteration times after --slower-after
-    slower_after_s       working time after which the GPU is slower [s]
-    """
-
-    name: str = "kernel-table"
-    noise_sigma: float = 0.0
-    profile: str | None = None
-    device_overheads: str = "none"
-    launch_ms: float | None = None
-    eager_layer_ms: float | None = None
-    prefill_sync_ms: float | None = None
-    fence_ms: float | None = None
-    mixed_decode_factor: float | None = None
-    prefix_reads: str = PrefixReads.EACH.value
-    slower: float = 1.0
-    slower_after_s: float = 60.0
-
-    def overheads(self, gpu: str) -> DeviceOverheads:
-        """What these options say of a GPU. ConfigError when a value is none."""
-        named = overheads_named(self.device_overheads, gpu_spec(gpu))
-        given = {key: getattr(self, key) for key in asdict(named)}
-        return replace(named, **{key: ms for key, ms in given.items() if ms is not None})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunSpec:
-    """Everything that determines the result of a run, unless host time is measured.
-
-    duration_s      length of the run [s]; the run also ends when the offline set is done
-    seed            seed of everything that is random
-    data_dir        folder with traces and kernel tables (default: $COSCHED_DATA)
-    cap             offline requests in flight, if the setting has a static cap
-    max_concurrency maximum number of offline requests in flight, if it has an AIMD gateway
-    clairvoyant     max_tokens of each request is the length of its reply, so that every policy
-                    knows all lengths; else it is the maximum of the data set (docs/workloads.md)
-    most_misses     the run stops once more online requests than this have missed a target; None:
-                    never
-    jct             deadline of online requests by their length (EcoServe §4)
-    host_time       host time in virtual time: none, measured (the wall time of this run, without
-                    the simulation's own work), or a factor on a model of it (docs/simulation.md)
-    config          keys of `Config` and their values beside policy and slo, sorted
-    """
-
-    setting: Setting
-    machine: Machine = field(default_factory=Machine)
-    online: WorkloadSpec | None = None
-    offline: WorkloadSpec | None = None
-    cost: CostSpec = field(default_factory=CostSpec)
-    slo: Slo = DEFAULT_SLO
-    duration_s: float = 3600.0
-    seed: int = 0
-    data_dir: str | None = None
-    cap: int = 16
-    max_concurrency: int = 256
-    clairvoyant: bool = False
-    most_misses: int | None = None
-    jct: JctTarget | None = None
-    host_time: str = "none"
-    config: tuple[tuple[str, Any], ...] = ()
-
-    @property
-    def end_s(self) -> float:
-        """When the run ends at the latest [s]."""
-        peak_s = self.online.peak_window_s if self.online is not None else None
-        return self.duration_s if peak_s is None else min(peak_s, self.duration_s)
-
-    def configured(self, **keys: Any) -> RunSpec:
-        """With these keys of `config`."""
-        return replace(self, config=tuple(sorted((dict(self.config) | keys).items())))
-
-    def describe(self) -> dict[str, Any]:
-        """For JSON: without paths, so that it is the same on every machine."""
-        described = asdict(self)
-        del described["data_dir"]
-        del described["setting"]
-        described["scenario"] = self.setting.name
-        if self.offline is not None:
-            described["offline"]["client"] = offline_client_of(self).value
-        described["machine"] = self.machine.describe()
-        described["cost"] |= asdict(self.cost.overheads(self.machine.gpu))
-        described["cost"]["profile"] = self.cost.profile and Path(self.cost.profile).name
-        described["config"] = {
-            key: Path(value).name if key == "latency_model" else value for key, value in self.config
-        }
-        return described
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,6 +115,7 @@ def execute_requests(
     if config.latency_model is not None and policy_entry(config.policy).timed:
         Profile.of_engine(Path(config.latency_model), identity).predictor_named(config.predictor)
     cost_model = cost_model_of(spec)
+    from cosched.engine.read_state import state_of
     from cosched.lab.simulation.virtual import HostLink, VirtualEngine
 
     machine = spec.machine
@@ -304,14 +189,14 @@ def execute_requests(
             end_s=end_s,
             wall_s=wall_s,
             cost_model=cost_model.describe(),
-            cosched=controller.state().to_dict() if controller is not None else None,
+            cosched=state_of(controller).to_dict() if controller is not None else None,
             gave_up=gave_up,
         )
 
 
 def _num_running(engine: VirtualEngine) -> int | None:
     """Offline requests that have begun; None: the scheduler is not ours."""
-    from cosched.engine.state import offline_progress
+    from cosched.engine.read_state import offline_progress
 
     controller = getattr(engine.scheduler, "cosched", None)
     return None if controller is None else len(offline_progress(controller).begun)

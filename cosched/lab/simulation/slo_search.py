@@ -16,7 +16,8 @@ from cosched.lab.metrics.goals import Goal
 from cosched.lab.metrics.records import RequestRecord
 from cosched.lab.metrics.summary import Summary
 from cosched.lab.simulation.parallel import execute_all
-from cosched.lab.simulation.run import RunResult, RunSpec, config_of
+from cosched.lab.simulation.run import RunResult, config_of
+from cosched.lab.simulation.run_spec import RunSpec
 from cosched.lab.simulation.search import largest_good, values_between
 from cosched.lab.simulation.setting import setting_of
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import cosched
 import cosched_patches
 import cosched_traces
-from cosched.lab.simulation.run import RunResult, RunSpec
+from cosched.lab.simulation.run import RunResult
+from cosched.lab.simulation.run_spec import RunSpec
 from cosched.policies import policy_entry
 
 _FORMAT = 8

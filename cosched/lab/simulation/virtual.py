@@ -35,8 +35,8 @@ from cosched.core.wire import (
 )
 from cosched.engine import port
 from cosched.engine.attach import use_virtual_device
-from cosched.engine.port.attention import assuming_one_reading
 from cosched.engine.port.prefixes import RunningPrefixes, with_repeated
+from cosched.engine.port.read_once import assuming_one_reading
 from cosched.errors import ConfigError
 from cosched.lab.cost_models.base import PrefixReads
 from cosched.lab.cost_models.overheads import Launches

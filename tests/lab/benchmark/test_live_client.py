@@ -10,7 +10,7 @@ from cosched.errors import ConfigError
 from cosched.lab.benchmark import live
 from cosched.lab.benchmark.live import LiveTarget, ServerError, measure_live, run_live, with_misses
 from cosched.lab.simulation.clients import online_client
-from cosched.lab.simulation.run import RunSpec
+from cosched.lab.simulation.run_spec import RunSpec
 from cosched.lab.simulation.setting import OfflineClient, Setting
 from cosched_traces.workload import Segment, TraceRequest
 from tests.lab.metrics.samples import request as ended

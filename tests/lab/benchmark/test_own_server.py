@@ -19,7 +19,8 @@ from cosched.lab import profile
 from cosched.lab.benchmark import own_server
 from cosched.lab.benchmark.live import LiveResult
 from cosched.lab.benchmark.own_server import OwnServers
-from cosched.lab.simulation.run import RunSpec, WorkloadSpec, summarize_run
+from cosched.lab.simulation.run import summarize_run
+from cosched.lab.simulation.run_spec import RunSpec, WorkloadSpec
 from cosched.lab.simulation.setting import setting_of
 from tests.lab.metrics.samples import request
 

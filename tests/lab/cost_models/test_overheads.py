@@ -9,7 +9,7 @@ from cosched.errors import ConfigError
 from cosched.lab.cost_models.overheads import DeviceOverheads, Launches, overheads_named
 from cosched.lab.cost_models.registry import make_cost_model
 from cosched.lab.cost_models.specs import GPUS
-from cosched.lab.simulation.run import CostSpec
+from cosched.lab.simulation.run_spec import CostSpec
 from cosched.predict.calibration import Calibrator
 
 DECODES = BatchShape(decodes=[500] * 8)

@@ -9,7 +9,7 @@ import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.core.request import RequestClass
 from cosched.lab.metrics.records import record_line
 from cosched.lab.simulation.machine import Machine
-from cosched.lab.simulation.run import CostSpec, RunSpec, WorkloadSpec
+from cosched.lab.simulation.run_spec import CostSpec, RunSpec, WorkloadSpec
 from cosched.lab.simulation.setting import setting_of
 
 SMALL = Machine(kv_tokens=20_000, chunk_tokens=512, max_running_requests=32)

@@ -17,13 +17,8 @@ from cosched.lab.simulation.arrivals import VOCAB_SIZE
 from cosched.lab.simulation.clients import AimdClient, SessionClient, WaveClient
 from cosched.lab.simulation.feeder_client import FeederClient, Job, jobs_of
 from cosched.lab.simulation.requests import offline_client
-from cosched.lab.simulation.run import (
-    WorkloadSpec,
-    engine_flags,
-    execute,
-    execute_requests,
-    load_requests,
-)
+from cosched.lab.simulation.run import engine_flags, execute, execute_requests, load_requests
+from cosched.lab.simulation.run_spec import WorkloadSpec
 from cosched_traces.catalogue import load_workload
 from tests.lab.simulation.specs import make_spec, offline, online
 from tests.traces.samples import request

@@ -13,7 +13,8 @@ from cosched.engine import attach
 from cosched.engine.isolated import IsolatedWatch
 from cosched.lab.simulation import run
 from cosched.lab.simulation.machine import Machine
-from cosched.lab.simulation.run import WorkloadSpec, config_of, execute
+from cosched.lab.simulation.run import config_of, execute
+from cosched.lab.simulation.run_spec import WorkloadSpec
 from cosched.lab.simulation.setting import setting_of
 from cosched.predict.calibration import Calibrator
 from cosched.predict.isolated import IsolatedBaseline

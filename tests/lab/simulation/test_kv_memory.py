@@ -12,13 +12,8 @@ from cosched.lab.metrics.plots import KV_USES
 from cosched.lab.metrics.records import read_records, write_records, write_rows
 from cosched.lab.metrics.slo import JctTarget
 from cosched.lab.simulation.clock import VirtualClock
-from cosched.lab.simulation.run import (
-    WorkloadSpec,
-    config_of,
-    engine_flags,
-    execute,
-    execute_requests,
-)
+from cosched.lab.simulation.run import config_of, engine_flags, execute, execute_requests
+from cosched.lab.simulation.run_spec import WorkloadSpec
 from cosched.lab.simulation.setting import setting_of, with_eviction
 from cosched.lab.simulation.virtual_host import VirtualTransfers
 from cosched.memory.config import EVICTION_ORDERS

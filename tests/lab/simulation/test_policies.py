@@ -7,14 +7,8 @@ import pytest
 
 from cosched.core.request import RequestClass, Slo
 from cosched.lab.cost_models.registry import make_cost_model
-from cosched.lab.simulation.run import (
-    CostSpec,
-    WorkloadSpec,
-    cost_model_of,
-    execute,
-    execute_requests,
-    load_requests,
-)
+from cosched.lab.simulation.run import cost_model_of, execute, execute_requests, load_requests
+from cosched.lab.simulation.run_spec import CostSpec, WorkloadSpec
 from cosched.lab.simulation.setting import setting_of
 from cosched.papers.echo.policy import EchoPolicy
 from cosched.papers.hygen.policy import HygenPolicy

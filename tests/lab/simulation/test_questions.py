@@ -20,7 +20,7 @@ from cosched.lab.estimate import read_lines
 from cosched.lab.metrics.goals import parse_goal
 from cosched.lab.simulation import virtual
 from cosched.lab.simulation.find import QUESTIONS, find
-from cosched.lab.simulation.run import WorkloadSpec
+from cosched.lab.simulation.run_spec import WorkloadSpec
 from cosched.lab.simulation.search import largest_good, last_good, values_between
 from cosched.lab.simulation.slo_search import SEARCHES, find_largest
 from tests.batch.api import line

@@ -4,7 +4,7 @@ import pytest
 
 from cosched.errors import CoschedError
 from cosched.lab.simulation.parallel import execute_all
-from cosched.lab.simulation.run import WorkloadSpec
+from cosched.lab.simulation.run_spec import WorkloadSpec
 from tests.lab.simulation.specs import make_spec, offline, online
 
 

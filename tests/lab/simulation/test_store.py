@@ -8,7 +8,7 @@ import pytest
 
 from cosched.lab.simulation import store as store_module
 from cosched.lab.simulation.parallel import execute_all
-from cosched.lab.simulation.run import WorkloadSpec
+from cosched.lab.simulation.run_spec import WorkloadSpec
 from cosched.lab.simulation.setting import setting_of
 from cosched.lab.simulation.store import ResultStore
 from tests.lab.simulation.specs import make_spec

@@ -12,7 +12,8 @@ from cosched.config import ENV_VAR
 from cosched.core.request import Slo
 from cosched.errors import ConfigError
 from cosched.lab.simulation.machine import Machine
-from cosched.lab.simulation.run import RunSpec, WorkloadSpec, execute, load_requests
+from cosched.lab.simulation.run import execute, load_requests
+from cosched.lab.simulation.run_spec import RunSpec, WorkloadSpec
 from cosched.lab.simulation.setting import setting_of
 from tests.lab.simulation.specs import bytes_of, lengths, make_spec, offline, online
 
