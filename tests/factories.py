@@ -9,20 +9,17 @@ from dataclasses import dataclass, field
 from cosched.core.caps import EngineCaps
 from cosched.core.estimates import LengthEstimate, Predictor
 from cosched.core.group import NO_OTHERS, OtherRanks
+from cosched.core.kv_state import KvState, Match, StateSlots, WindowKv
 from cosched.core.plan import SkipReason
 from cosched.core.request import PLAIN, LateReason, Request, RequestClass, Slo, Traits
 from cosched.core.view import (
     BatchRules,
     Decodes,
     Ended,
-    KvState,
-    Match,
     OfflineLimits,
     Outlook,
     Progress,
-    StateSlots,
     ToleranceHeadroom,
-    WindowKv,
 )
 from cosched.pool.pool import ArrivalOrder
 from cosched.schedule.ledger import promised_tokens

@@ -178,10 +178,7 @@ MOST_PARAMETERS = 6
 BOUNDED = ("core", "engine", "memory", "pool", "schedule")
 
 LONG_FILES = {
-    "cosched.core.view": 523,
     "cosched.engine.controller": 501,
-    "cosched.engine.running": 539,
-    "cosched.lab.simulation.virtual": 501,
 }
 
 LARGE_CLASSES = {

@@ -13,6 +13,7 @@ from cosched.core.batch import IntArray
 from cosched.core.caps import EngineCaps
 from cosched.core.estimates import LengthEstimate, Predictor
 from cosched.core.group import OtherRanks
+from cosched.core.kv_state import KvState, Match, StateSlots, WindowKv
 from cosched.core.plan import SkipReason
 from cosched.core.request import Request, RequestClass
 
@@ -20,17 +21,13 @@ __all__ = [
     "BatchRules",
     "Decodes",
     "Ended",
-    "KvState",
-    "Match",
     "OfflineLimits",
     "OfflineOrder",
     "Outlook",
     "Progress",
-    "StateSlots",
     "ToleranceHeadroom",
     "TpotHeadroom",
     "View",
-    "WindowKv",
 ]
 
 
@@ -47,99 +44,6 @@ class BatchRules:
     mixed: bool = True
     partial: bool = False
     must_decode: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KvState:
-    """KV memory at the moment of planning [tokens]; requests: running and unfinished prefills.
-
-    total      capacity = free + evictable + shared + online + offline
-    free       not allocated
-    evictable  in the radix tree and used by no request
-    shared     in the radix tree and used by one or more, each token once
-    shared_offline  the part of it that no online request has ever used
-    online     held by online requests outside the tree
-    offline    held by offline requests outside the tree
-    reserved   set aside by the engine's rule for the output that running requests of both classes
-               have still to generate
-    promised   the part of it that plans have set aside (`Plan.promise`)
-    next_step  taken by the next decode of all running requests: a token each, or a page where a
-               request begins one; more with speculative decoding (`EngineCaps.decode_reserve`)
-    host_free  unused part of `EngineCaps.host_tokens`
-    kept       reserved for online requests by their expected need: offline requests do not hold
-               more than the rest (Echo §5.3); 0: no such bound
-    """
-
-    total: int
-    free: int
-    evictable: int
-    reserved: int
-    shared: int = 0
-    online: int = 0
-    offline: int = 0
-    promised: int = 0
-    next_step: int = 0
-    host_free: int = 0
-    shared_offline: int = 0
-    kept: int = 0
-
-    @property
-    def offline_held(self) -> int:
-        """Tokens that offline requests hold, in the tree and outside."""
-        return self.offline + self.shared_offline
-
-    @property
-    def headroom(self) -> int:
-        """Tokens that new requests may take beside what running requests will need."""
-        return self.free + self.evictable - self.reserved
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateSlots:
-    """Slots for the states of state-space and linear-attention layers at the moment of planning.
-
-    free       not allocated
-    evictable  with checkpoints in the radix tree that no request uses
-    """
-
-    free: int
-    evictable: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WindowKv:
-    """The KV pool of layers with sliding windows at the moment of planning [tokens]. A request
-    takes a token of it for each that it computes, and returns those behind its window.
-
-    total      capacity
-    free       not allocated
-    evictable  in the radix tree and used by no request
-    reserved   set aside for the output of running requests, until their windows are full
-    """
-
-    total: int
-    free: int
-    evictable: int
-    reserved: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Match:
-    """The head of a waiting request that is in the radix tree now, up to a checkpoint if the model
-    has state slots.
-
-    cached     matched tokens
-    evictable  those of them that no running request holds: admitting the request takes them out
-               of `KvState.evictable`
-    host       those of them that are in host memory only: admitting it takes as many free tokens
-    in_window  most tokens that admitting the request takes out of `WindowKv.evictable` and `free`:
-               those of the last window of the matched ones
-    """
-
-    cached: int
-    evictable: int
-    host: int = 0
-    in_window: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

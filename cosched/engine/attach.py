@@ -34,7 +34,7 @@ from cosched.engine.port.grammar_compilers import take_compilers
 from cosched.engine.port.prefixes import RunningPrefixes
 from cosched.engine.ranks import Ranks
 from cosched.engine.read_state import state_of
-from cosched.engine.running import RunningTable
+from cosched.engine.running_table import RunningTable
 from cosched.engine.service import ServiceRecord
 from cosched.engine.startup import describe
 from cosched.engine.state import Log

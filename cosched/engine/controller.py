@@ -38,7 +38,7 @@ from cosched.engine.port.partial import SplitBatch, split
 from cosched.engine.port.penalties import count_resumed
 from cosched.engine.port.prefixes import RunningPrefixes
 from cosched.engine.ranks import Ranks, Shared
-from cosched.engine.running import RunningTable
+from cosched.engine.running_table import RunningTable
 from cosched.engine.service import ServiceRecord, offline_work_s
 from cosched.engine.state import PLANNING_WINDOW, Counters, Log
 from cosched.engine.storage import StorageReads

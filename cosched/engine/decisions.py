@@ -13,9 +13,10 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from cosched.core.kv_state import KvState
 from cosched.core.plan import PreemptMode, SkipReason
 from cosched.core.request import LateReason, Request, RequestClass
-from cosched.core.view import KvState, View
+from cosched.core.view import View
 from cosched.engine.iteration import Iteration
 from cosched.engine.parts import PartWriter, switched_off
 from cosched.errors import ConfigError

@@ -138,7 +138,7 @@ class TrackedRequest:
         self.num_queued_tokens = 0
         """Its length when it was last queued, part of the queue's total."""
         self.row: int | None = None
-        """In the table of running requests (`cosched.engine.running`); None: none."""
+        """In the table of running requests (`cosched.engine.running_table`); None: none."""
         self.length: Belief | None = None
         """What `cosched.engine.lengths` believes of its output, since it was first asked."""
         # What `cosched.engine.kv` knows of it.

@@ -13,27 +13,25 @@ import numpy as np
 from cosched.core.caps import EngineCaps
 from cosched.core.estimates import LengthEstimate, Predictor
 from cosched.core.group import NO_OTHERS, OtherRanks
+from cosched.core.kv_state import KvState, Match, StateSlots, WindowKv
 from cosched.core.plan import SkipReason
 from cosched.core.request import Request, RequestClass
 from cosched.core.view import (
     BatchRules,
     Decodes,
     Ended,
-    KvState,
-    Match,
     OfflineLimits,
     OfflineOrder,
     Outlook,
     Progress,
-    StateSlots,
     ToleranceHeadroom,
-    WindowKv,
 )
 from cosched.engine import port
 from cosched.engine.kv import KvManager
 from cosched.engine.lengths import Lengths
 from cosched.engine.port.prefixes import RunningPrefixes
-from cosched.engine.running import Running, RunningTable, own_tokens
+from cosched.engine.running import Running, own_tokens
+from cosched.engine.running_table import RunningTable
 from cosched.engine.timekeeper import Moment
 from cosched.engine.tracked import TrackedRequest
 from cosched.engine.waiting import WaitingQueue

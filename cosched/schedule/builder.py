@@ -11,9 +11,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 import numpy as np
 
 from cosched.core.batch import IntArray
+from cosched.core.kv_state import Match
 from cosched.core.plan import Hosting, Plan, Preemption, PreemptMode, SkipReason
 from cosched.core.request import LateReason, Request, RequestClass, num_tokens_of
-from cosched.core.view import Decodes, Match, View
+from cosched.core.view import Decodes, View
 from cosched.schedule.forecast import KvForecast
 from cosched.schedule.ledger import Ledger
 from cosched.schedule.preemption import preempt_mode

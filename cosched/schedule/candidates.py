@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from cosched.core.kv_state import Match
 from cosched.core.plan import SkipReason
 from cosched.core.request import Request
-from cosched.core.view import Match, OfflineOrder
+from cosched.core.view import OfflineOrder
 from cosched.pool.freshness import due_time_s
 from cosched.schedule.base import Pace
 from cosched.schedule.builder import PlanBuilder

@@ -15,8 +15,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from cosched.core.kv_state import Match
 from cosched.core.request import Request, RequestClass, num_tokens_left, num_tokens_of
-from cosched.core.view import Match, Outlook, View
+from cosched.core.view import Outlook, View
 from cosched.schedule.load import LoadAhead, MostHeld
 
 _DEVIATIONS = {RequestClass.ONLINE: 1.0, RequestClass.OFFLINE: 2.0}

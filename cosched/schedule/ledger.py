@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 
 from cosched.core.batch import BatchTotals, IntArray
+from cosched.core.kv_state import Match
 from cosched.core.plan import SkipReason
 from cosched.core.request import Request, RequestClass, num_tokens_left, num_tokens_of
-from cosched.core.view import Match, View
+from cosched.core.view import View
 from cosched.schedule.forecast import KvForecast
 from cosched.schedule.side_ledger import side_ledgers
 

@@ -21,9 +21,10 @@ from itertools import chain, islice
 import numpy as np
 
 from cosched.core.batch import IntArray
+from cosched.core.kv_state import Match
 from cosched.core.plan import SkipReason
 from cosched.core.request import Request, RequestClass, num_tokens_of
-from cosched.core.view import Decodes, Match, OfflineOrder
+from cosched.core.view import Decodes, OfflineOrder
 from cosched.schedule.base import Pace
 from cosched.schedule.builder import PlanBuilder
 from cosched.schedule.following import LEAST_SHARED, UnderWay, follow, without_output

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Protocol
 
 from cosched.core.caps import EngineCaps
+from cosched.core.kv_state import Match
 from cosched.core.request import Request
-from cosched.core.view import Match, View
+from cosched.core.view import View
 from cosched.schedule.window_ledger import WindowLedger
 
 

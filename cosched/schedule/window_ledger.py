@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import copy
 
+from cosched.core.kv_state import Match, WindowKv
 from cosched.core.request import Request, num_tokens_of
-from cosched.core.view import Match, View, WindowKv
+from cosched.core.view import View
 
 
 class WindowLedger:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cosched.core.request import PLAIN, RequestClass, Traits
-from cosched.engine.running import RunningTable
+from cosched.engine.running_table import RunningTable
 
 NUM_ROWS = 64
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cosched.bootstrap  # noqa: F401  # before sglang
+from cosched.core.kv_state import Match, WindowKv
 from cosched.core.plan import PreemptMode
-from cosched.core.view import Match, WindowKv
 from cosched.engine import port
 from cosched.schedule.ledger import Ledger
 from tests.engine.conftest import (

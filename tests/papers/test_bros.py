@@ -8,9 +8,9 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from cosched.core.kv_state import Match
 from cosched.core.plan import PreemptMode, SkipReason
 from cosched.core.request import Slo
-from cosched.core.view import Match
 from cosched.papers.bros.offline import PATIENCE
 from cosched.papers.bros.policy import BrosOptions, BrosPolicy, Pressure
 from cosched.policies import POLICIES

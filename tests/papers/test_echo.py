@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cosched.core.kv_state import Match
 from cosched.core.plan import SkipReason
 from cosched.core.request import Slo
-from cosched.core.view import Match
 from cosched.papers.echo.policy import EchoPolicy
 from cosched.papers.hygen.policy import HygenPolicy
 from cosched.pool.prefix_pool import PoolConfig, PrefixPool

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cosched.core.kv_state import Match
 from cosched.core.plan import Preemption, PreemptMode, SkipReason
 from cosched.core.request import Traits
-from cosched.core.view import Match
 from cosched.schedule.builder import PlanBuilder
 from cosched.schedule.validate import validate
 from tests.factories import FakeRequest, FakeView, decoding, make_caps, offline, online, prefilled

@@ -6,10 +6,11 @@ from dataclasses import replace
 import pytest
 
 from cosched.core.estimates import LengthEstimate
+from cosched.core.kv_state import Match
 from cosched.core.plan import SkipReason
 from cosched.core.request import Slo, Traits
-from cosched.core.view import Match, TpotHeadroom
 from cosched.core.view import ToleranceHeadroom as Headroom
+from cosched.core.view import TpotHeadroom
 from cosched.pool.prefix_pool import PoolConfig, PrefixPool
 from cosched.schedule.base import Budgets, PolicySettings
 from cosched.schedule.cosched import GAPS, CoschedOptions, CoschedPolicy, LateTurn, Past

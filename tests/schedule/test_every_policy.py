@@ -8,8 +8,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cosched.core.kv_state import Match
 from cosched.core.request import RequestClass, Slo
-from cosched.core.view import Match, OfflineLimits
+from cosched.core.view import OfflineLimits
 from cosched.papers.bros.policy import Pressure
 from cosched.papers.ecoserve.coupled import Groups
 from cosched.policies import POLICIES

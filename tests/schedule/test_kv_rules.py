@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from cosched.core.kv_state import Match
 from cosched.core.plan import SkipReason
-from cosched.core.view import Match
 from cosched.papers.hygen.sarathi import SarathiPolicy
 from cosched.schedule.builder import PlanBuilder
 from tests.factories import FakeView, decoding, make_caps, offline, online

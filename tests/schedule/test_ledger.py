@@ -3,9 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cosched.core.kv_state import Match
 from cosched.core.plan import SkipReason
 from cosched.core.request import Traits
-from cosched.core.view import Match
 from cosched.schedule.ledger import Ledger
 from tests.factories import FakeView, decoding, make_caps, offline, online, prefilled
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cosched.core.estimates import LengthEstimate
+from cosched.core.kv_state import Match, StateSlots
 from cosched.core.plan import SkipReason
-from cosched.core.view import Match, StateSlots
 from cosched.pool.pool import ArrivalOrder
 from cosched.schedule.ledger import Ledger
 from cosched.schedule.preemption import num_lost, should_finish

@@ -7,8 +7,8 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from cosched.core.estimates import LengthEstimate
+from cosched.core.kv_state import Match, StateSlots, WindowKv
 from cosched.core.request import Traits
-from cosched.core.view import Match, StateSlots, WindowKv
 from tests.factories import FakeView, decoding, make_caps, offline, online, prefilled
 
 

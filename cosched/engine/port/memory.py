@@ -12,7 +12,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.rust_tree_core.adapter import RustUnifiedTreeCore
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
-from cosched.core.view import WindowKv
+from cosched.core.kv_state import WindowKv
 from cosched.engine.port import states
 from cosched.engine.port.request import token_ids
 from cosched.memory.node import PathNode

@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.kv_cache_configurator import MAMBA_CACHE_SIZE_MAX_RUNN
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.runtime_context import get_exec, mamba_checkpoint_grid, mamba_track_grid
 
-from cosched.core.view import StateSlots
+from cosched.core.kv_state import StateSlots
 from cosched.memory.node import PathNode
 
 

@@ -116,7 +116,8 @@ def execute_requests(
         Profile.of_engine(Path(config.latency_model), identity).predictor_named(config.predictor)
     cost_model = cost_model_of(spec)
     from cosched.engine.read_state import state_of
-    from cosched.lab.simulation.virtual import HostLink, VirtualEngine
+    from cosched.lab.simulation.virtual import VirtualEngine
+    from cosched.lab.simulation.virtual_host import HostLink
 
     machine = spec.machine
     host_link = None

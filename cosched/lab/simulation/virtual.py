@@ -50,7 +50,7 @@ from cosched.lab.simulation.logs import KV_COLUMNS, KV_PERIOD_S, iteration_row, 
 from cosched.lab.simulation.ranks import ALONE, Ranks
 from cosched.lab.simulation.request_state import ComputedPrefixes, RequestState
 from cosched.lab.simulation.tiny_model import EOS_ID, draft_model_flags, write_model_config
-from cosched.lab.simulation.virtual_host import VirtualTransfers
+from cosched.lab.simulation.virtual_host import HostLink, VirtualTransfers
 from cosched.lab.simulation.windows import seen_through
 from cosched.predict.fitted import GraphSizes
 from cosched.predict.profile_file import EngineIdentity
@@ -74,18 +74,6 @@ class TimeModel(Protocol):
     def graph_sizes(self) -> GraphSizes | None: ...
 
     def iteration_s(self, batch: BatchShape) -> float: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostLink:
-    """The link to host memory (``--enable-hierarchical-cache``).
-
-    s_per_token  time to copy a token's KV in either direction [s]
-    num_layers   layers of the simulated model, which are loaded one after the other
-    """
-
-    s_per_token: float
-    num_layers: int
 
 
 @dataclass(slots=True)

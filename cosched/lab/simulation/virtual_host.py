@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -41,6 +42,18 @@ class _Completion(NamedTuple):
     start_event: _Event
     finish_event: _Event
     timing_enabled: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostLink:
+    """The link to host memory (``--enable-hierarchical-cache``).
+
+    s_per_token  time to copy a token's KV in either direction [s]
+    num_layers   layers of the simulated model, which are loaded one after the other
+    """
+
+    s_per_token: float
+    num_layers: int
 
 
 class VirtualTransfers:
