@@ -44,7 +44,7 @@ from cosched.engine.timekeeper import Timekeeper
 from cosched.engine.tracked import TrackedRequest
 from cosched.engine.tree_core import can_watch
 from cosched.engine.view_of import num_cached
-from cosched.engine.waiting import WaitingQueue, WaitingSummary
+from cosched.engine.waiting import Intake, WaitingQueue, WaitingSummary
 from cosched.errors import ConfigError
 from cosched.memory.recompute import RecomputeBudget
 from cosched.policies import PolicyEntry, policy_entry
@@ -195,9 +195,7 @@ def _controller(
         pool=pool,
         clock=clock,
         guard=guard,
-        bounds=config.target_bounds(),
-        tiers=settings.tiers,
-        came_s=arrivals.came_s,
+        intake=Intake(config.target_bounds(), settings.tiers, arrivals.came_s),
         account=Account(predictor.estimate_s),
     )
     if is_source:

@@ -320,21 +320,10 @@ class Controller:
     def view(self, running_batch: Any, moment: Moment) -> SchedulerView:
         """What a plan made now would see."""
         return SchedulerView(
-            self.scheduler,
-            running_batch=running_batch,
-            waiting=self.waiting,
-            caps=self.caps,
-            moment=moment,
-            predictor=self.predictor,
-            tokens_per_decode=self.table.tokens_per_decode,
+            self,
+            running_batch,
+            moment,
             must_decode=port.microbatch(self.scheduler) in self.must_decode,
-            why_blocked=self._why_blocked,
-            lengths=self.lengths,
-            table=self.table,
-            recompute_debt_s=self.recompute.debt_s(moment.now_s),
-            kv=self.kv if self.kv is not None and not self.kv.core.is_off else None,
-            prefixes=self.prefixes,
-            tolerance_headroom=None if self.isolated is None else self.isolated.headroom,
             others=NO_OTHERS if self.group is None else self.group.others,
         )
 
@@ -446,7 +435,8 @@ class Controller:
         num_plans = min(2**tracked.num_refusals, MAX_BACKOFF_PLANS)
         tracked.backoff_until = self.counters.num_plans + num_plans
 
-    def _why_blocked(self, request: Request) -> SkipReason | None:
+    def why_blocked(self, request: Request) -> SkipReason | None:
+        """As `View.why_blocked`."""
         assert isinstance(request, TrackedRequest), f"{type(request)=}"
         if self.kv is not None and self.kv.is_restoring(request):
             return SkipReason.RESTORING

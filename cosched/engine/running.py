@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -56,6 +56,21 @@ NONE = -1
 """Not read, not promised, not known."""
 
 
+class RunningRows(NamedTuple):
+    """What is known of each running request, in their order. Arrays of int64.
+
+    numbers    its row, in the table and in the engine
+    columns    (`RequestColumn`, requests): of the table
+    computed   tokens whose KV is there
+    allocated  tokens for which it holds KV
+    """
+
+    numbers: Any
+    columns: Any
+    computed: Any
+    allocated: Any
+
+
 class Running:
     """What is read of all running requests for one plan, in their order.
 
@@ -69,33 +84,26 @@ class Running:
     def __init__(
         self,
         owners: Any,
-        rows: Any,
-        columns: Any,
-        computed: Any,
-        allocated: Any,
+        rows: RunningRows,
         *,
         page_size: int,
         decode_reserve: int,
         is_whole: bool,
     ) -> None:
-        """owners: of all rows. computed: tokens of each whose KV is there; allocated: those for
-        which it holds KV. is_whole: no request of the batch has ended."""
+        """owners: of all rows of the table. is_whole: no request of the batch has ended."""
         self._owners = owners
-        self.rows = rows
-        self.columns = columns
-        self._computed = computed
-        self._allocated = allocated
+        self.rows, self.columns, self._computed, self._allocated = rows
         self._page_size = page_size
         self._decode_reserve = decode_reserve
-        self._is_promised = columns[RequestColumn.PROMISED] != NONE
+        self._is_promised = self.columns[RequestColumn.PROMISED] != NONE
         self._num_promised = int(np.count_nonzero(self._is_promised))
-        is_offline = columns[RequestColumn.OFFLINE]
+        is_offline = self.columns[RequestColumn.OFFLINE]
         self.places = {
             RequestClass.ONLINE: (is_offline == 0).nonzero()[0],
             RequestClass.OFFLINE: is_offline.nonzero()[0],
         }
-        self.num_own = allocated - columns[RequestColumn.SHARED]
-        self.are_plain = is_whole and not columns[RequestColumn.SPECIAL].any()
+        self.num_own = rows.allocated - self.columns[RequestColumn.SHARED]
+        self.are_plain = is_whole and not self.columns[RequestColumn.SPECIAL].any()
 
     @cached_property
     def everyone(self) -> Sequence[TrackedRequest]:

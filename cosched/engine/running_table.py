@@ -17,7 +17,7 @@ from cosched.core.request import PLAIN, RequestClass
 from cosched.core.view import Outlook
 from cosched.engine import port
 from cosched.engine.lengths import Lengths
-from cosched.engine.running import NONE, RequestColumn, Running, taken_by_guests
+from cosched.engine.running import NONE, RequestColumn, Running, RunningRows, taken_by_guests
 from cosched.engine.tracked import TrackedRequest
 from cosched.memory.tree import KvTree
 from cosched.predict.lengths import NUM_ENDS
@@ -157,10 +157,7 @@ class RunningTable:
         columns = self._columns.take(rows, axis=1)
         return Running(
             self._owners,
-            rows,
-            columns,
-            computed,
-            allocated,
+            RunningRows(rows, columns, computed, allocated),
             page_size=self._page_size,
             decode_reserve=self._decode_reserve,
             is_whole=not over,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from cosched.core.view import (
     ToleranceHeadroom,
 )
 from cosched.engine import port
+from cosched.engine.isolated import IsolatedWatch
 from cosched.engine.kv import KvManager
 from cosched.engine.lengths import Lengths
 from cosched.engine.port.prefixes import RunningPrefixes
@@ -35,6 +36,8 @@ from cosched.engine.running_table import RunningTable
 from cosched.engine.timekeeper import Moment
 from cosched.engine.tracked import TrackedRequest
 from cosched.engine.waiting import WaitingQueue
+from cosched.memory.recompute import RecomputeBudget
+from cosched.predict.calibration import Calibrator
 from cosched.schedule.ledger import promised_tokens
 
 _NOTHING = Match(cached=0, evictable=0)
@@ -46,6 +49,24 @@ def num_cached(tree_cache: Any, request: TrackedRequest) -> int:
     return port.peek(tree_cache, request.req).num_tokens
 
 
+class Sources(Protocol):
+    """The parts of the engine that a view reads; a `cosched.engine.controller.Controller` has them,
+    and describes them."""
+
+    scheduler: Any
+    caps: EngineCaps
+    predictor: Calibrator
+    lengths: Lengths
+    waiting: WaitingQueue
+    table: RunningTable
+    recompute: RecomputeBudget
+    isolated: IsolatedWatch | None
+    kv: KvManager | None
+    prefixes: RunningPrefixes | None
+
+    def why_blocked(self, request: Request) -> SkipReason | None: ...
+
+
 class SchedulerView:
     """Implements `cosched.core.view.View` on a scheduler between two iterations.
 
@@ -55,57 +76,57 @@ class SchedulerView:
 
     def __init__(
         self,
-        scheduler: Any,
-        *,
+        sources: Sources,
         running_batch: Any,
-        waiting: WaitingQueue,
-        caps: EngineCaps,
         moment: Moment,
-        predictor: Predictor,
+        *,
         must_decode: bool,
-        why_blocked: Callable[[Request], SkipReason | None],
-        lengths: Lengths,
-        table: RunningTable,
-        tokens_per_decode: float = 1.0,
-        recompute_debt_s: float = 0.0,
-        kv: KvManager | None = None,
-        prefixes: RunningPrefixes | None = None,
-        tolerance_headroom: ToleranceHeadroom | None = None,
         others: OtherRanks = NO_OTHERS,
     ) -> None:
-        """prefixes: None: the engine reads a shared prefix for each request."""
-        self.tolerance_headroom = tolerance_headroom
-        self.others = others
-        self._kv = kv
-        self._prefixes = prefixes
-        self._scheduler = scheduler
+        """must_decode: what of `BatchRules.must_decode` the controller knows."""
+        self._sources = sources
         self._batch = running_batch
-        self._waiting = waiting
-        self.caps = caps
+        self._moment = moment
+        self._must_decode = must_decode
+        self.others = others
+        self.caps: EngineCaps = sources.caps
+        self.predictor: Predictor = sources.predictor
         self.now_s: float = moment.now_s
         self.start_s: float = moment.start_s
-        self.mean_iteration_s: float = moment.mean_iteration_s
-        self.ended: Sequence[Ended] = moment.ended
-        self.predictor = predictor
-        self.tokens_per_decode = tokens_per_decode
-        self.why_blocked = why_blocked
-        self._lengths = lengths
-        self._table = table
-        self.recompute_debt_s = recompute_debt_s
-        self._must_decode = must_decode
+        self.recompute_debt_s: float = sources.recompute.debt_s(moment.now_s)
+        kv, isolated = sources.kv, sources.isolated
+        self._kv = None if kv is None or kv.core.is_off else kv
+        self.tolerance_headroom: ToleranceHeadroom | None = (
+            None if isolated is None else isolated.headroom
+        )
         self._matches: dict[Request, Match] = {}
         self._gains: dict[Request, port.Tokens] = {}
         self._shared: dict[RequestClass, Mapping[Request, int]] = {}
 
+    @property
+    def mean_iteration_s(self) -> float:
+        return self._moment.mean_iteration_s
+
+    @property
+    def ended(self) -> Sequence[Ended]:
+        return self._moment.ended
+
+    @property
+    def tokens_per_decode(self) -> float:
+        return self._sources.table.tokens_per_decode
+
+    def why_blocked(self, request: Request) -> SkipReason | None:
+        return self._sources.why_blocked(request)
+
     @cached_property
     def _running(self) -> Running:
-        return self._table.follow(self._batch)
+        return self._sources.table.follow(self._batch)
 
     @cached_property
     def _holders(self) -> Running:
         """With those of other microbatches, which hold KV and will take more."""
-        parts = [*port.elsewhere(self._scheduler)]
-        return self._table.follow(self._batch, parts) if parts else self._running
+        parts = [*port.elsewhere(self._sources.scheduler)]
+        return self._sources.table.follow(self._batch, parts) if parts else self._running
 
     @property
     def running(self) -> Sequence[TrackedRequest]:
@@ -116,14 +137,14 @@ class SchedulerView:
 
     @cached_property
     def unfinished(self) -> Sequence[TrackedRequest]:
-        req = self._scheduler.chunked_req
+        req = self._sources.scheduler.chunked_req
         return () if req is None else (req.cosched,)
 
     @cached_property
     def rules(self) -> BatchRules:
         caps = self.caps
         decodes_alone = caps.mixed_batches and port.replies_reach_checkpoint(
-            self._scheduler, self._batch
+            self._sources.scheduler, self._batch
         )
         return BatchRules(
             mixed=caps.mixed_batches
@@ -137,23 +158,25 @@ class SchedulerView:
 
     def outlook(self) -> Outlook:
         kv_tree = None if self._kv is None else self._kv.kv_tree
-        return self._table.outlook(self._holders, kv_tree=kv_tree, gain_of=self.preemption_gain)
+        return self._sources.table.outlook(
+            self._holders, kv_tree=kv_tree, gain_of=self.preemption_gain
+        )
 
     def longest_left(self, request_class: RequestClass) -> int:
-        return self._table.longest_left(self._running, request_class)
+        return self._sources.table.longest_left(self._running, request_class)
 
     def progress(self) -> Progress:
         return self._running.progress
 
     def length(self, request: Request) -> LengthEstimate:
         assert isinstance(request, TrackedRequest), f"{type(request)=}"
-        return self._lengths.remaining(request, waits=self.waiting(request.rid) is not None)
+        return self._sources.lengths.remaining(request, waits=self.waiting(request.rid) is not None)
 
     def waiting(self, rid: str) -> TrackedRequest | None:
-        return self._waiting.get(rid)
+        return self._sources.waiting.get(rid)
 
     def running_named(self, rids: Collection[str]) -> Mapping[str, TrackedRequest]:
-        return self._table.named(rids, self._running)
+        return self._sources.table.named(rids, self._running)
 
     def cannot_pause(self, requests: Sequence[Request]) -> Sequence[Request]:
         """Those that are about to end: the engine would not see their end."""
@@ -166,22 +189,22 @@ class SchedulerView:
 
     @property
     def online(self) -> Iterable[TrackedRequest]:
-        return self._waiting.online
+        return self._sources.waiting.online
 
     def offline_order(self) -> OfflineOrder:
-        return self._waiting.offline.order()
+        return self._sources.waiting.offline.order()
 
     @property
     def num_offline(self) -> int:
-        return len(self._waiting.offline)
+        return len(self._sources.waiting.offline)
 
     @property
     def num_behind(self) -> int:
-        return self._waiting.num_behind
+        return self._sources.waiting.num_behind
 
     @property
     def offline_limits(self) -> OfflineLimits:
-        limits, offline = self._waiting.offline_limits, RequestClass.OFFLINE
+        limits, offline = self._sources.waiting.offline_limits, RequestClass.OFFLINE
         if limits.max_running is None:
             return limits
         num_here, num = (len(r.by_class[offline].requests) for r in (self._running, self._holders))
@@ -193,7 +216,7 @@ class SchedulerView:
 
     @cached_property
     def kv(self) -> KvState:
-        scheduler = self._scheduler
+        scheduler = self._sources.scheduler
         running, own = self._holders, self.own()
         remaining, certain = running.to_come()
         return KvState(
@@ -215,14 +238,14 @@ class SchedulerView:
 
     @cached_property
     def states(self) -> StateSlots | None:
-        return port.slots_of(self._scheduler) if self.caps.states_per_request else None
+        return port.slots_of(self._sources.scheduler) if self.caps.states_per_request else None
 
     @cached_property
     def window_kv(self) -> WindowKv | None:
         if self.caps.window_tokens is None:
             return None
         reserved = int(np.add.reduce(self._window_reserves))
-        return port.window_kv(self._scheduler, reserved=reserved)
+        return port.window_kv(self._sources.scheduler, reserved=reserved)
 
     @cached_property
     def _window_reserves(self) -> Any:
@@ -238,7 +261,7 @@ class SchedulerView:
 
     @cached_property
     def free_slots(self) -> int:
-        return port.free_slots(self._scheduler, self._batch)
+        return port.free_slots(self._sources.scheduler, self._batch)
 
     def promised(self, request: Request) -> int | None:
         assert isinstance(request, TrackedRequest), f"{type(request)=}"
@@ -262,7 +285,7 @@ class SchedulerView:
         it if it is certain."""
         if not len(remaining):
             return 0
-        ratio = 1.0 if whole else port.reserve_ratio(self._scheduler)
+        ratio = 1.0 if whole else port.reserve_ratio(self._sources.scheduler)
         kept = (np.minimum(remaining, self.caps.max_reserved_tokens) * ratio).astype(np.int64)
         return int(np.add.reduce(kept)) + len(remaining)
 
@@ -274,7 +297,7 @@ class SchedulerView:
         return match
 
     def _look_up(self, request: Request) -> Match:
-        tree = self._scheduler.tree_cache
+        tree = self._sources.scheduler.tree_cache
         req = _req(request)
         num_held = port.num_in_session(tree, req)
         if num_held is not None:
@@ -282,7 +305,7 @@ class SchedulerView:
         assert isinstance(request, TrackedRequest), f"{type(request)=}"
         if self._kv is not None and not self._kv.may_have(request):
             return _NOTHING
-        if self._kv is None and port.searches_host(self._scheduler):
+        if self._kv is None and port.searches_host(self._sources.scheduler):
             found = port.find(tree, req)
             held = port.evictable_at(tree, found.node)
             return Match(
@@ -313,13 +336,13 @@ class SchedulerView:
 
     def num_shared(self, request: Request) -> int:
         """Computed once for each class."""
-        if self._prefixes is None:
+        if self._sources.prefixes is None:
             return 0
         shared = self._shared.get(request.request_class)
         if shared is None:
             requests, contexts, _ = self.running_of(request.request_class)
             contexts = contexts.tolist()
-            reads = self._prefixes.reads([_req(r) for r in requests], contexts)
+            reads = self._sources.prefixes.reads([_req(r) for r in requests], contexts)
             numbers = (all_ - read for all_, read in zip(contexts, reads, strict=True))
             shared = dict(zip(requests, numbers, strict=True))
             self._shared[request.request_class] = shared
@@ -335,7 +358,7 @@ class SchedulerView:
 
     @cached_property
     def _reserve_ratio(self) -> float:
-        return port.reserve_ratio(self._scheduler)
+        return port.reserve_ratio(self._sources.scheduler)
 
     def window_output(self, request: Request) -> int:
         assert isinstance(request, TrackedRequest), f"{type(request)=}"
@@ -356,7 +379,7 @@ class SchedulerView:
         if gain is None:
             req = _req(request)
             if self._kv is None or self.caps.window_tokens is not None:
-                gain = port.gain_of_stopping(self._scheduler.tree_cache, req)
+                gain = port.gain_of_stopping(self._sources.scheduler.tree_cache, req)
             else:
                 (shared,) = self._kv.kv_tree.gains_of_release((port.last_node(req),))
                 gain = port.Tokens(shared + port.num_own(req), 0)

@@ -11,7 +11,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from sortedcontainers import SortedList
 
@@ -31,6 +31,19 @@ from cosched.predict.account import Account
 from cosched.predict.calibration import cold_start_s
 
 
+class Intake(NamedTuple):
+    """How a request is read when it arrives.
+
+    bounds  the operator's, for targets of requests
+    tiers   of online requests
+    came_s  (request, now) -> when it arrived [s]; None: now
+    """
+
+    bounds: Bounds = Bounds()
+    tiers: Sequence[Tier] = ()
+    came_s: Callable[[Any, float], float] | None = None
+
+
 class WaitingQueue:
     """A list of `Req` in the order of arrival, as far as SGLang uses one.
 
@@ -44,15 +57,11 @@ class WaitingQueue:
         pool: OfflinePool[TrackedRequest],
         clock: Clock,
         guard: Guard | None = None,
-        bounds: Bounds | None = None,
-        tiers: Sequence[Tier] = (),
-        came_s: Callable[[Any, float], float] | None = None,
+        intake: Intake | None = None,
         account: Account | None = None,
     ) -> None:
         """guard: if the pool fails, the order of arrival takes its place; None: errors are raised.
-        bounds: the operator's, for targets of requests; None: none. tiers: of online requests.
-        came_s: arrival time of a request that is received now; None: now. account: what requests
-        cost; None: a new one."""
+        intake: None: without bounds and tiers. account: what requests cost; None: a new one."""
         self.online: ArrivalQueue[TrackedRequest] = ArrivalQueue()
         self.offline = pool
         self.clock = clock
@@ -74,9 +83,7 @@ class WaitingQueue:
         self.decisions: DecisionLog | None = None
         """Notified of aborted requests."""
         self._guard = guard or Guard(is_strict=True)
-        self._bounds = Bounds() if bounds is None else bounds
-        self._tiers = tiers
-        self._came_s = came_s
+        self._intake = intake or Intake()
         self._all: ArrivalQueue[TrackedRequest] = ArrivalQueue()
         self._rids: SortedList[str] = SortedList()
         self._preempted: dict[str, TrackedRequest] = {}
@@ -141,13 +148,13 @@ class WaitingQueue:
         """What is kept of a request, since it first came."""
         tracked = TrackedRequest.of(req)
         if tracked is None:
-            now_s = self.clock.now_s()
+            now_s, intake = self.clock.now_s(), self._intake
             tracked = TrackedRequest(
                 req,
-                arrival_s=now_s if self._came_s is None else self._came_s(req, now_s),
+                arrival_s=now_s if intake.came_s is None else intake.came_s(req, now_s),
                 arrival_seq=next(self._seq),
-                bounds=self._bounds,
-                tiers=self._tiers,
+                bounds=intake.bounds,
+                tiers=intake.tiers,
             )
             tracked.payer = self.account.payer(tracked.tenant, tracked.request_class)
             if self.kv is not None:

@@ -172,12 +172,16 @@ class GroupPolicy(Policy[State], Protocol[State]):
 
 class Pace(Protocol):
     """How much of the time of an iteration each phase may take, given what the builder's ledger
-    has already. It changes nothing.
+    has already. It changes nothing in that.
 
     admits  offline requests may be admitted although decodes of others pause
     """
 
     admits: bool
+
+    def begin_offline(self) -> None:
+        """All online work is in the ledger: from now on it is asked about offline work."""
+        ...
 
     def online_tokens(self, num_cached: int, limit: int) -> int:
         """Most prompt tokens, up to `limit`, of an online prefill that fit."""
@@ -205,6 +209,8 @@ class Unlimited:
     """No limit on time."""
 
     admits = False
+
+    def begin_offline(self) -> None: ...
 
     def online_tokens(self, num_cached: int, limit: int) -> int:
         return limit

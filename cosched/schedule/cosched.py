@@ -212,7 +212,6 @@ class CoschedPolicy:
             budget,
             self._steps,
             waiting=[r for one in tiers for r in one.requests() if r.rid not in unfinished],
-            before_offline=budget.begin_offline,
             decodes_alone=turn.alone,
             fills=not left_out,
         )

@@ -51,7 +51,7 @@ from cosched.schedule.builder import PlanBuilder
 from cosched.schedule.decode_slack import OnlineDecodes, beside_s, shortest_s
 from cosched.schedule.following import LEAST_SHARED
 from cosched.schedule.ledger import Ledger
-from cosched.schedule.time_budget import TimeBudget
+from cosched.schedule.time_budget import TimeBudget, TimeLimits
 
 
 class Deadlines:
@@ -290,9 +290,7 @@ class Deadlines:
             builder = self._builder
             decodes = view.running_of(RequestClass.OFFLINE)
             beside = builder.reads_of(Decodes() if builder.counts_all_decodes else decodes)
-        return TimeBudget(
-            view.predictor,
-            self._builder.ledger,
+        limits = TimeLimits(
             online_s=others.bound_online(min(online_s, most_s), self._least_s),
             ends_s=others.bound_online(min(ends_s, most_s), self._least_s),
             offline_s=others.bound_offline(min(offline_s, most_s)),
@@ -301,6 +299,7 @@ class Deadlines:
             rides=headroom is None or headroom.wait_s is None or headroom.tpot is not None,
             pieces_s=others.taken_s if in_pieces else None,
         )
+        return TimeBudget(view.predictor, self._builder.ledger, limits)
 
     @property
     def _least_s(self) -> float:

@@ -110,23 +110,21 @@ def two_phases(
     steps: Steps = _DEFAULT,
     *,
     waiting: Iterable[Request] | None = None,
-    before_offline: Callable[[], None] = lambda: None,
     decodes_alone: bool = False,
     fills: bool = True,
 ) -> None:
     """Fill a plan. The builder's ledger has the running online requests' decodes already. waiting:
-    online requests in the order of admission; None: oldest first. before_offline: called when all
-    online work is in. decodes_alone: no prefills, if any request decodes. fills: offline prefills
-    may take what is left."""
+    online requests in the order of admission; None: oldest first. decodes_alone: no prefills, if
+    any request decodes. fills: offline prefills may take what is left."""
     preempt_beyond_limit(builder, steps)
     make_room_for_decodes(builder, steps)
     if must_decode(builder) or (decodes_alone and builder.decodes_any()):
-        before_offline()
+        pace.begin_offline()
         _decode_offline(builder, pace, steps)
         return
     online = builder.view.online if waiting is None else waiting
     is_online_served = _serve_online(builder, pace, steps, online)
-    before_offline()
+    pace.begin_offline()
     _decode_offline(builder, pace, steps)
     if is_online_served and fills:
         _prefill_offline(builder, pace, steps)

@@ -6,6 +6,7 @@ import math
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -41,14 +42,16 @@ class OfflinePart(NamedTuple):
     admits: bool = False
 
 
-class TimeBudget:
-    """Implements `cosched.schedule.phases.Pace`: the predicted time of what is in a ledger is at
-    most a limit per phase [s].
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeLimits:
+    """Of one iteration [s].
 
+    online_s       with online prefills
     ends_s         in place of `online_s` for an iteration in which an online prompt ends
-    beside_online  KV tokens read for each of the offline requests that will decode beside them, if
-                   they fit: then online prompts may be cut where a tile of tokens ends. None: they
-                   may not
+    offline_s      with offline work
+    beside_online  KV tokens read for each of the offline requests that will decode beside online
+                   prompts, if they fit: then the prompts may be cut where a tile of tokens ends.
+                   None: they may not
     longer_s       time of an iteration without offline work -> most time with it [s]; None: the
                    limit of the phase alone holds
     rides          offline work may be in an iteration with online prefills
@@ -56,26 +59,25 @@ class TimeBudget:
                    fits into this time, which other ranks take anyway; None: they are not cut so
     """
 
-    def __init__(
-        self,
-        predictor: Predictor,
-        ledger: Ledger,
-        *,
-        online_s: float,
-        ends_s: float,
-        offline_s: float,
-        beside_online: IntArray | None,
-        longer_s: Callable[[float], float] | None = None,
-        rides: bool = True,
-        pieces_s: float | None = None,
-    ) -> None:
+    online_s: float
+    ends_s: float
+    offline_s: float
+    beside_online: IntArray | None
+    longer_s: Callable[[float], float] | None = None
+    rides: bool = True
+    pieces_s: float | None = None
+
+
+class TimeBudget:
+    """Implements `cosched.schedule.base.Pace`: the predicted time of what is in a ledger is at most
+    a limit per phase [s]."""
+
+    def __init__(self, predictor: Predictor, ledger: Ledger, limits: TimeLimits) -> None:
         self._predictor = predictor
         self._ledger = ledger
-        self.online_s = online_s
-        self._ends_s = ends_s
-        self.offline_s = offline_s
-        self._beside_online = beside_online
-        self._longer_s = longer_s
+        self._limits = limits
+        self.online_s = limits.online_s
+        self.offline_s = limits.offline_s
         self.paced: Callable[[float], OfflinePart] | None = None
         """Most time of an iteration with offline work [s] -> what that may take of it; None: as
         much as it can."""
@@ -83,17 +85,15 @@ class TimeBudget:
         """Of the iteration without offline work, where `longer_s` asks for it [s]."""
         self._most_decodes = sys.maxsize
         self.admits = False
-        self._rides = rides
-        self._pieces_s = pieces_s
         self._most_online: int | None = None
         self._most_tokens: int | None = None
 
     def begin_offline(self) -> None:
-        if not self._rides and self._ledger.totals.num_new:
+        if not self._limits.rides and self._ledger.totals.num_new:
             self.offline_s = 0.0
-        if self._longer_s is not None:
+        if self._limits.longer_s is not None:
             self.alone_s = self._ledger.seconds()
-            self.offline_s = min(self.offline_s, self._longer_s(self.alone_s))
+            self.offline_s = min(self.offline_s, self._limits.longer_s(self.alone_s))
         if self.paced is not None:
             part = self.paced(self.offline_s)
             self.offline_s, self._most_decodes, self.admits = part
@@ -109,12 +109,15 @@ class TimeBudget:
         most = self._predictor.max_prefill(self._ledger.totals, num_cached, self.online_s, limit)
         if most == 0:
             return 0
-        if most < limit and self._seconds(self._ledger.totals, limit, num_cached) <= self._ends_s:
+        if (
+            most < limit
+            and self._seconds(self._ledger.totals, limit, num_cached) <= self._limits.ends_s
+        ):
             return limit  # the rest would take an iteration of its own
-        if self._beside_online is None:
+        if self._limits.beside_online is None:
             return most
         totals = self._ledger.totals.copy()
-        totals.add_decodes(self._beside_online)
+        totals.add_decodes(self._limits.beside_online)
         in_batch = totals.num_new + totals.num_decodes
         tile = _TILES[-1]
         to_full = -(-(in_batch + most) // tile) * tile - in_batch
@@ -129,7 +132,7 @@ class TimeBudget:
         Decodes wait for memory, so that the first tokens beside them cost half as much time as
         those of a long prompt.
         """
-        if self._pieces_s is None:
+        if self._limits.pieces_s is None:
             return limit
         totals, seconds = self._ledger.totals, self._seconds
         in_batch = totals.num_new + totals.num_decodes
@@ -139,7 +142,7 @@ class TimeBudget:
             self._most_online = in_batch + min(
                 sizes or [limit], key=lambda n: (seconds(totals, n, num_cached) - alone_s) / n
             )
-        free = self._predictor.max_prefill(totals, num_cached, self._pieces_s, limit)
+        free = self._predictor.max_prefill(totals, num_cached, self._limits.pieces_s, limit)
         return min(limit, max(self._most_online - in_batch, free))
 
     def offline_tokens(self, num_cached: int, limit: int, *, is_last: bool = False) -> int:

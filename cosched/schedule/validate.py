@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from cosched.core.plan import Plan, PreemptMode
 from cosched.core.request import Request, RequestClass
@@ -10,6 +11,22 @@ from cosched.core.view import View
 from cosched.errors import PlanError
 from cosched.schedule.builder import mixes
 from cosched.schedule.ledger import Ledger
+
+
+class _Named(NamedTuple):
+    """The requests that a plan names, by rid.
+
+    waits       those that it promises KV; None: it does not wait
+    running     those that run
+    unfinished  all prefills that are unfinished
+    """
+
+    waits: Mapping[str, Request | None]
+    running: Mapping[str, Request]
+    unfinished: Mapping[str, Request]
+
+    def under_way(self, rid: str) -> Request | None:
+        return self.running.get(rid) or self.unfinished.get(rid)
 
 
 def validate(plan: Plan, view: View) -> None:
@@ -27,9 +44,10 @@ def validate(plan: Plan, view: View) -> None:
     unfinished = {request.rid: request for request in view.unfinished}
     waits = {rid: view.waiting(rid) for rid in plan.promise}
     running = view.running_named(_running_ones(plan, waits))
+    named = _Named(waits, running, unfinished)
     ledger = Ledger(view)
-    preempted = _replay_preemptions(plan, ledger, running, unfinished)
-    _replay_promises(plan, view, ledger, waits, running, unfinished, preempted)
+    preempted = _replay_preemptions(plan, ledger, named)
+    _replay_promises(plan, view, ledger, named, preempted)
     _replay_pauses(plan, view, ledger, running, preempted)
     for rid in unfinished if plan.prefill else ():
         if rid not in plan.prefill and rid not in preempted:
@@ -76,15 +94,13 @@ def _check_caps(plan: Plan, view: View) -> None:
             raise PlanError(f"there is no host memory for the KV of {sorted(copied)}")
 
 
-def _replay_preemptions(
-    plan: Plan, ledger: Ledger, running: Mapping[str, Request], unfinished: Mapping[str, Request]
-) -> set[str]:
+def _replay_preemptions(plan: Plan, ledger: Ledger, named: _Named) -> set[str]:
     preempted: set[str] = set()
     for preemption in plan.preempt:
         rid = preemption.rid
         if rid in preempted:
             raise PlanError(f"a request is preempted twice: {rid}")
-        request = unfinished.get(rid) or running.get(rid)
+        request = named.under_way(rid)
         if request is None:
             raise PlanError(f"preempted but not running: {rid}")
         if not request.traits.can_preempt:
@@ -95,18 +111,12 @@ def _replay_preemptions(
 
 
 def _replay_promises(
-    plan: Plan,
-    view: View,
-    ledger: Ledger,
-    waits: Mapping[str, Request | None],
-    running: Mapping[str, Request],
-    unfinished: Mapping[str, Request],
-    preempted: set[str],
+    plan: Plan, view: View, ledger: Ledger, named: _Named, preempted: set[str]
 ) -> None:
     """Before anything is admitted: a promise that is taken back frees memory for another."""
     before = ledger.headroom
     for rid, num_tokens in plan.promise.items():
-        request = waits[rid] or running.get(rid) or unfinished.get(rid)
+        request = named.waits[rid] or named.under_way(rid)
         if request is None:
             raise PlanError(f"promised KV, but it neither runs nor waits: {rid}")
         if not 0 <= num_tokens <= request.max_new_tokens:
@@ -114,13 +124,13 @@ def _replay_promises(
                 f"{rid} is promised {num_tokens} output tokens; it may generate "
                 f"{request.max_new_tokens}"
             )
-        if waits[rid] is not None:
+        if named.waits[rid] is not None:
             ledger.promises[rid] = num_tokens  # and charged when it is admitted
         else:
             ledger.promise(request, num_tokens)
     for rid, hosting in plan.hosts.items():
         guest, host = (
-            None if name in preempted else running.get(name) for name in (rid, hosting.host)
+            None if name in preempted else named.running.get(name) for name in (rid, hosting.host)
         )
         if guest is None or host is None:
             raise PlanError(f"hosted by {hosting.host}, but not both are running: {rid}")

@@ -26,7 +26,7 @@ _STEPS = Steps()
 
 
 class Within:
-    """Implements `cosched.schedule.phases.Pace`: all that is in a ledger takes at most `limit_s`.
+    """Implements `cosched.schedule.base.Pace`: all that is in a ledger takes at most `limit_s`.
 
     limit_s  most predicted time of the iteration [s]
     beside   entries to whose decodes an online prompt that does not fit whole leaves time
@@ -41,6 +41,8 @@ class Within:
         self._predictor = builder.view.predictor
         self._limit_s = limit_s
         self._beside = beside
+
+    def begin_offline(self) -> None: ...
 
     def online_tokens(self, num_cached: int, limit: int) -> int:
         totals = self._ledger.totals
