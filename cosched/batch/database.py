@@ -13,27 +13,7 @@ from cosched.batch.errors import StoreUnavailableError
 from cosched.errors import ConfigError
 
 VERSION = 7
-"""Of the tables below. A change of them needs a new version and an entry in `_UPGRADES`."""
-
-_UPGRADES: dict[int, tuple[str, ...]] = {
-    1: tuple(
-        f"ALTER TABLE batches ADD COLUMN {name} BIGINT NOT NULL DEFAULT 0"
-        for name in ("num_bytes", "cached_tokens", "reasoning_tokens")
-    ),
-    2: (
-        "ALTER TABLE schema_version ADD COLUMN folder_id VARCHAR(64)",
-        "ALTER TABLE batches ADD COLUMN validated_by VARCHAR(64)",
-        "ALTER TABLE lines DROP COLUMN lease_until",
-        "UPDATE lines SET state = 0, lease_owner = NULL WHERE state = 1",
-        "DROP INDEX lines_in_order",
-        "CREATE INDEX lines_in_order ON lines (batch, state, lease_owner, prefix_key, number)",
-    ),
-    3: ("ALTER TABLE batches ADD COLUMN num_lines BIGINT NOT NULL DEFAULT 0",),
-    4: ("ALTER TABLE batches ADD COLUMN device_s DOUBLE PRECISION NOT NULL DEFAULT 0",),
-    5: ("ALTER TABLE batches ADD COLUMN model VARCHAR(1024)",),
-    6: (),  # a new table alone
-}
-"""Version -> the SQL statements that make its tables those of the next."""
+"""Of the tables below. A change of them needs a new version: no other is read."""
 
 _LOCK_S = 5
 """For a lock: of rows, of tables, or of SQLite's one writer."""
@@ -225,7 +205,7 @@ class Database:
     several servers may use it at a time."""
 
     def __init__(self, url: str) -> None:
-        """Make the tables, or upgrade them to this version. ConfigError."""
+        """Make the tables. ConfigError when there are others."""
         made = database_url(url)
         self.is_shared = made.get_backend_name() == "postgresql"
         # SQLite has one writer at a time. Waiting here is fairer than in its busy handler, and no
@@ -312,7 +292,7 @@ class Database:
     def _make_tables(self) -> None:
         with self.write() as connection:
             if self.is_shared:
-                # Another server may be upgrading large tables, or this one.
+                # Another server may be making them.
                 connection.exec_driver_sql("SET LOCAL lock_timeout = 0")
                 connection.exec_driver_sql("SET LOCAL statement_timeout = 0")
                 connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_TABLES_LOCK)))
@@ -320,17 +300,11 @@ class Database:
             found = connection.execute(sa.select(store_row.c.version)).scalar()
             if found is None:
                 connection.execute(store_row.insert().values(version=VERSION))
-                return
-            if found > VERSION:
+            elif found != VERSION:
                 raise ConfigError(
                     f"the store of batches has tables of version {found}, this cosched knows "
-                    f"{VERSION}: run the cosched that wrote it, or a newer one"
+                    f"{VERSION}: run the cosched that wrote it"
                 )
-            for version in range(found, VERSION):
-                for statement in _UPGRADES[version]:
-                    connection.exec_driver_sql(statement)
-            if found < VERSION:
-                connection.execute(store_row.update().values(version=VERSION))
 
 
 @contextmanager
