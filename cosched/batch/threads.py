@@ -10,7 +10,6 @@ import asyncio
 from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from functools import partial
 from itertools import islice
 from typing import ParamSpec, TypeVar
@@ -63,15 +62,6 @@ class FairSlots:
         self._num_free += 1
         self._taken[key] -= 1
         self._grant()
-
-    @asynccontextmanager
-    async def slot(self, key: Key) -> AsyncIterator[None]:
-        """As `enter` and `leave`."""
-        await self.enter(key)
-        try:
-            yield
-        finally:
-            self.leave(key)
 
     def _grant(self) -> None:
         while self._num_free and (key := self._next()) is not None:

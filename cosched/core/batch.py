@@ -55,10 +55,6 @@ class BatchShape:
         num_decoded = len(self.decodes) * (1 + self.num_drafts)
         return sum(p.num_new for p in self.prefills) + num_decoded
 
-    @property
-    def num_sequences(self) -> int:
-        return len(self.prefills) + len(self.decodes)
-
 
 class BatchTotals:
     """Sums over an iteration that a planner grows request by request. Every update is O(1).

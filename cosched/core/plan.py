@@ -110,9 +110,5 @@ class Plan:
     skipped: Mapping[str, SkipReason] = field(default_factory=dict)
     limits: Mapping[str, float] = field(default_factory=dict)
 
-    @property
-    def num_prefill_tokens(self) -> int:
-        return sum(self.prefill.values())
-
 
 EMPTY_PLAN = Plan()

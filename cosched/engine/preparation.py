@@ -94,11 +94,6 @@ class PreparationGate:
         self._slots = asyncio.Semaphore(AT_ONCE)
         self._turn = asyncio.Lock()
 
-    @property
-    def num_free(self) -> int:
-        """Requests that may enter now."""
-        return self._slots._value
-
     async def enter(self) -> Ticket:
         """Wait for a place; it ends with `is_prepared` in the same task, or with the ticket."""
         await self._slots.acquire()

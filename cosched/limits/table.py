@@ -8,7 +8,7 @@ no logits) or stall it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from cosched.errors import RequestError
@@ -221,8 +221,3 @@ def check_text(name: str, num_chars: int, scope: Scope) -> None:
             f"{num_chars} characters are above {scope.max_chars}, {scope.chars_per_token} for each "
             f"of {scope.context_len} tokens (context length)",
         )
-
-
-def table_rows(struct: str) -> Sequence[tuple[str, str]]:
-    """Field and bound as in docs/api.md."""
-    return [(f"`{name}`", bound.described()) for name, bound in TABLE[struct].items()]

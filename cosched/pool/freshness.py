@@ -2,8 +2,8 @@
 
 Serving in prefix order alone starves what shares nothing. HyGen tosses a coin for each pick: the
 head of the depth-first order with probability `utility_ratio`, else the most stale request. Here
-the coin is an account, so that every rank of a server decides alike and a bound can be stated: see
-`max_passed_over`.
+the coin is an account, so that every rank of a server decides alike and a bound can be stated
+(docs/offline_pool.md).
 """
 
 from __future__ import annotations
@@ -76,23 +76,6 @@ class UtilityMix:
     def fork(self) -> UtilityMix:
         """A copy to forecast with."""
         return copy.copy(self)
-
-    def max_passed_over(self, num_older: int) -> int | None:
-        """After how many admissions of others a request is overdue at the latest; None: never for
-        sure.
-
-        num_older  older requests that waited when it came, and those that came back since
-
-        The debt is at least one share when it came and grows by a share per admission, except for
-        one pick each time that a due request goes, and for `patience` admissions before it goes.
-        Until it is due itself, those are all older than it. It is due when the whole picks of debt
-        exceed the number of older ones still waiting, so at the latest when
-        ``shares >= num_older + 1`` picks.
-        """
-        if self._share == 0:
-            return None
-        due = -(-(num_older + 1) * _PICK // self._share) - 1
-        return due + self._patience * (num_older + 1)
 
 
 class DueRequests(Generic[R]):

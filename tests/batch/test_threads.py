@@ -65,9 +65,10 @@ def test_slots_go_round_over_keys():
         slots, order = FairSlots(1, per_key=1), []
 
         async def use(key):
-            async with slots.slot(key):
-                order.append(key)
-                await asyncio.sleep(0)
+            await slots.enter(key)
+            order.append(key)
+            await asyncio.sleep(0)
+            slots.leave(key)
 
         await asyncio.gather(*map(use, "aaaabbc"))
         assert "b" in order[:3] and "c" in order[:4] and order[-1] == "a", order

@@ -168,7 +168,7 @@ def test_the_last_prompt_that_finds_a_slot_is_cut_where_a_tile_ends(num_slots):
     assert len(plan.prefill) == num_slots
     beyond = 90 * num_slots % 256
     # Two prompts do not fill a tile; three reach 14 tokens into the second, six 28 into the third.
-    assert plan.num_prefill_tokens == 90 * num_slots - (beyond if num_slots in (3, 6) else 0)
+    assert sum(plan.prefill.values()) == 90 * num_slots - (beyond if num_slots in (3, 6) else 0)
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_an_iteration_is_a_little_longer_where_a_prompt_ends_in_it_and_no_decode
 def only_the_least(plan, view):
     """What an idle engine computes however long it takes: one decode, or 64 tokens of a prompt."""
     num_decodes = len(decoding_in(plan, view))
-    return num_decodes + len(plan.prefill) == 1 and plan.num_prefill_tokens <= 64
+    return num_decodes + len(plan.prefill) == 1 and sum(plan.prefill.values()) <= 64
 
 
 @given(

@@ -54,7 +54,8 @@ def test_grown_request_by_request_they_are_those_of_the_batch(batch):
     for new, cached in batch.prefills:
         totals.add_prefill(new, cached)
     assert totals == BatchTotals.of(batch)
-    assert totals.num_prefills + totals.num_decodes == batch.num_sequences
+    assert totals.num_prefills == len(batch.prefills)
+    assert totals.num_decodes == len(batch.decodes)
     assert totals.num_new + totals.num_decodes == batch.num_tokens
 
 
