@@ -18,6 +18,9 @@ from sortedcontainers import SortedList
 from cosched.memory.node import KvNode, Rank
 from cosched.memory.value import KvValue
 
+_REFRESHED = 4
+"""Leaves whose rank is computed again with each plan, whether or not they have changed."""
+
 
 class EvictionOrder(Protocol):
     def __call__(self, node: KvNode, now_s: float) -> float:
@@ -81,10 +84,6 @@ ORDERS: Mapping[str, type[ValueOrder] | type[EchoOrder]] = {
     "value": ValueOrder,
     "echo": EchoOrder,
 }
-
-
-_REFRESHED = 4
-"""Leaves whose rank is computed again with each plan, whether or not they have changed."""
 
 
 class Eviction(NamedTuple):

@@ -16,6 +16,12 @@ from cosched.memory.value import KvValue
 LIKELY = 0.1
 """Chance from which on a context counts as one that will return."""
 
+_NODES = 1024
+"""Nodes of one step of a count."""
+
+_PERIOD_S = 1.0
+"""Between the ends of two counts."""
+
 
 class KvUse(NamedTuple):
     """How plots and the page at ``/cosched`` show a use of KV memory: text, colour."""
@@ -92,13 +98,6 @@ class KvOccupancy(msgspec.Struct, kw_only=True, frozen=True):
     parted: int
     is_watched: bool
     host: HostOccupancy | None = None
-
-
-_NODES = 1024
-"""Nodes of one step of a count."""
-
-_PERIOD_S = 1.0
-"""Between the ends of two counts."""
 
 
 class UseCount:

@@ -20,6 +20,18 @@ R = TypeVar("R", bound=Request)
 
 _PICK = 1_000_000
 
+_STRETCH_S = 10.0
+"""Deadlines within a stretch of this length are looked at together [s]."""
+
+_CAUTION = 1.25
+"""Factor on the time of the work that is left: chat may need more of the device later."""
+
+_HALF_S = 300.0
+"""Half-life of the measured rate of offline tokens [s]."""
+
+_LEAST_S = 5.0
+"""Least time of measuring before there is a rate [s]."""
+
 
 class UtilityMix:
     """Which of the next picks go to the most stale request.
@@ -136,13 +148,6 @@ class DueRequests(Generic[R]):
             yield request
 
 
-_STRETCH_S = 10.0
-"""Deadlines within a stretch of this length are looked at together [s]."""
-
-_CAUTION = 1.25
-"""Factor on the time of the work that is left: chat may need more of the device later."""
-
-
 class ServedRate:
     """How fast offline requests have been served of late, prompts, cached ones too, and outputs:
     tokens of those that ended by the time in which others waited. Work that does not fill the
@@ -188,13 +193,6 @@ class ServedRate:
         if self._seconds < _LEAST_S or not self._tokens:
             return None
         return self._tokens / self._seconds
-
-
-_HALF_S = 300.0
-"""Half-life of measurements [s]."""
-
-_LEAST_S = 5.0
-"""Of measuring, before there is a rate [s]."""
 
 
 def due_time_s(request: Request) -> float | None:

@@ -53,6 +53,28 @@ from cosched.schedule.following import LEAST_SHARED
 from cosched.schedule.ledger import Ledger
 from cosched.schedule.time_budget import TimeBudget, TimeLimits
 
+_BORROWED = 0.8
+"""Share of the slack of the decodes that one iteration may use: it may last longer than predicted,
+and the next one needs some too."""
+
+_LEAST_GROWTH = 1.5
+"""An iteration with online prefills may take this many times the time of the decodes alone, even if
+they miss their targets by it."""
+
+_LEAST_IDLE = 1.25
+"""Without online requests an iteration may take this many times the shortest one, whatever
+tolerance mode says of TTFT."""
+
+_RELAXED_SHARE = 0.5
+"""Of the TTFT target: with less left than this, an online prompt is not cut for a tile's sake."""
+
+_DOUBT = 0.1
+"""Error of estimates: a prefill that is too long by this share of its time is tried all the same,
+and an iteration in which a prompt ends may be longer by it if no decode misses its target."""
+
+_MOST_LOOKED_AT = 16
+"""Waiting online requests whose prompts are looked up in the cache to estimate their time."""
+
 
 class Deadlines:
     """What the running online requests leave of the next iteration. Adds their decodes to the
@@ -359,22 +381,6 @@ def _may_cut_online(view: View, prefill_slack_s: float, default: Slo) -> bool:
     return view.num_offline > 0
 
 
-_BORROWED = 0.8
-"""Share of the slack of the decodes that one iteration may use: it may last longer than predicted,
-and the next one needs some too."""
-
-_LEAST_GROWTH = 1.5
-"""An iteration with online prefills may take this many times the time of the decodes alone, even if
-they miss their targets by it."""
-
-_LEAST_IDLE = 1.25
-"""Without online requests an iteration may take this many times the shortest one, whatever
-tolerance mode says of TTFT."""
-
-_RELAXED_SHARE = 0.5
-"""Of the TTFT target: with less left than this, an online prompt is not cut for a tile's sake."""
-
-
 class PrefillSlacks(NamedTuple):
     """Of the online requests without a first token that can still meet their targets. inf: there
     is none.
@@ -391,14 +397,6 @@ class PrefillSlacks(NamedTuple):
     slack_s: float
     iteration_s: float
     ttft_s: float
-
-
-_DOUBT = 0.1
-"""Error of estimates: a prefill that is too long by this share of its time is tried all the same,
-and an iteration in which a prompt ends may be longer by it if no decode misses its target."""
-
-_MOST_LOOKED_AT = 16
-"""Waiting online requests whose prompts are looked up in the cache to estimate their time."""
 
 
 def _prefill_s(

@@ -24,6 +24,10 @@ _HELD, _NUM, _VARIANCE, _MOST_HELD, _MOST = 0, 1, slice(2, 5), 5, 6
 number; variance of their number, weighted by 1, by `held` and by its square; the tokens that they
 hold now and their number, if each runs until its last end."""
 
+_MOST_TIMES = 256
+"""Times at which the load is evaluated: with all ends of 500 requests a plan would take a
+millisecond longer."""
+
 
 class LoadAhead:
     """The KV that a set of requests will hold over time. Read-only.
@@ -160,8 +164,3 @@ def _times(ends: Any, is_open: Any) -> Any:
     step = ends.size // _MOST_TIMES + 1
     some = ends[:, ::step][is_open[:, ::step]]
     return np.unique(np.append(some, ends[-1].max())) if len(some) else some
-
-
-_MOST_TIMES = 256
-"""Times at which the load is evaluated: with all ends of 500 requests a plan would take a
-millisecond longer."""

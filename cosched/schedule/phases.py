@@ -30,6 +30,21 @@ from cosched.schedule.builder import PlanBuilder
 from cosched.schedule.following import LEAST_SHARED, UnderWay, follow, without_output
 from cosched.schedule.preemption import should_finish
 
+_BESIDE_PART = 4
+"""One in this many tokens of an unfinished online prefill's chunk may go to waiting requests."""
+
+_MOST_BESIDE = 16
+"""Waiting online requests that are considered for it."""
+
+_MOST_FOLLOWING = 64
+"""Waiting online requests that may follow a prefix under way: those behind are not looked at."""
+
+_LEAST_CHUNK = 16
+"""Least prompt tokens of a chunk, unless the prompt ends in fewer."""
+
+_LEAST_PROGRESS = 64
+"""Prompt tokens that an iteration without other work computes, however long it takes."""
+
 
 def youngest_first(builder: PlanBuilder) -> Iterator[Request]:
     """Offline requests that may be preempted: unfinished prefills, then the youngest. Those that
@@ -439,19 +454,3 @@ def _least(builder: PlanBuilder, request: Request, remaining: int) -> int:
     if not request.traits.can_cut:
         return remaining
     return min(remaining, max(_LEAST_PROGRESS, builder.view.caps.chunk_unit))
-
-
-_BESIDE_PART = 4
-"""One in this many tokens of an unfinished online prefill's chunk may go to waiting requests."""
-
-_MOST_BESIDE = 16
-"""Waiting online requests that are considered for it."""
-
-_MOST_FOLLOWING = 64
-"""Waiting online requests that may follow a prefix under way: those behind are not looked at."""
-
-_LEAST_CHUNK = 16
-"""Least prompt tokens of a chunk, unless the prompt ends in fewer."""
-
-_LEAST_PROGRESS = 64
-"""Prompt tokens that an iteration without other work computes, however long it takes."""
