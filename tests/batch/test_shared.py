@@ -89,10 +89,10 @@ def test_a_server_that_ends_leaves_its_lines_at_once(folder, postgres_url):
             until(lambda: first.service._feeder is not None)
             both_live(first)
             second.is_held = True
-            batch = Api(url).create(lines(600))
+            batch = Api(url).create(lines(2400))
             until(lambda: first.num_in_flight and second.num_in_flight)
             second.is_held = False
-        assert len(Api(url).outcome(Api(url).wait(batch))) == 600
+        assert len(Api(url).outcome(Api(url).wait(batch))) == 2400
 
 
 def test_what_another_server_validates_is_left_to_it(folder, postgres_url):
@@ -145,7 +145,14 @@ def test_a_database_that_goes_away_for_a_moment_costs_nothing(two):
 
 def test_a_stopped_database_is_reported_and_may_come_back(cluster, folder, caplog):
     """The rest of the server continues. Answers from that time are written afterwards."""
-    stand_in = StandIn(BatchesConfig(folder=str(folder), url=cluster.url, lease_s=LEASE_S))
+    config = BatchesConfig(
+        folder=str(folder),
+        url=cluster.url,
+        lease_s=LEASE_S,
+        high_watermark=256,
+        low_watermark=192,
+    )
+    stand_in = StandIn(config)
     stand_in.is_held = True
     with serving(stand_in) as url, caplog.at_level(logging.INFO, logger="cosched"):
         api = Api(url)
