@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import graphlib
+import importlib
 import importlib.metadata
 import re
 import sys
@@ -433,3 +434,28 @@ def test_the_plugin_entry_point_is_installed():
     found = importlib.metadata.entry_points(group="sglang.srt.plugins", name="cosched")
     assert [entry.value for entry in found] == ["cosched_patches.plugin:register"]
     assert callable(next(iter(found)).load())
+
+
+def programs() -> list[Path]:
+    """In Python, beside the packages: type checks do not see all of them."""
+    found = [*(ROOT / "scripts").iterdir(), *(ROOT / "examples").glob("*.py")]
+    return sorted(p for p in found if p.suffix == ".py" or "python" in _first_line(p))
+
+
+def _first_line(path: Path) -> str:
+    with path.open() as file:
+        return file.readline()
+
+
+@pytest.mark.parametrize("path", programs(), ids=lambda path: path.name)
+def test_a_script_imports_what_there_is(path):
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "cosched":
+            module = importlib.import_module(node.module)
+            missing = [
+                one.name
+                for one in node.names
+                if not hasattr(module, one.name)
+                and not (Path(module.__file__).parent / f"{one.name}.py").exists()
+            ]
+            assert not missing, f"{node.module} has no {missing}"
