@@ -204,7 +204,7 @@ def test_while_files_are_away_nothing_is_lost_and_it_is_told(moody, sqlite, capl
     with running(moody, sqlite) as (stand_in, api), caplog.at_level(logging.INFO, "cosched"):
         stand_in.is_held = True
         running_batch = api.create(lines(600))
-        until(lambda: stand_in.num_in_flight == 256)
+        until(lambda: stand_in.num_in_flight == 600)
         file, other = api.upload(lines(20)), api.upload(lines(30))
         Moody.is_away = True
         waiting = api.start(file.id)
