@@ -273,15 +273,15 @@ class FileStore:
     def sweep(self) -> None:
         """Remove files that have expired, bytes that nothing needs, and idempotency keys that no
         longer hold. ApiError 503."""
-        with self._database.write() as connection:
-            remove_stale(connection, now=int(self._clock()))
+        now = int(self._clock())
         with self._database.write() as connection:
             # The bytes of a file are in the folder a moment before others see its row.
             self._database.keep_others_from_adding_files(connection)
-            expired = files.c.expires_at <= int(self._clock())
+            expired = files.c.expires_at <= now
             gone = [_file_of(row) for row in connection.execute(sa.select(files).where(expired))]
             for file in gone:
                 _remove(connection, file)
+            remove_stale(connection, now=now)
             listed = set(connection.scalars(sa.select(files.c.id)))
             query = sa.select(batches.c.input_file_id).where(batches.c.status.in_(OPEN))
             in_use = set(connection.scalars(query))

@@ -335,7 +335,7 @@ class KvManager:
             tracked.kv_hashes,
             turn=tracked.kv_turn,
             num_tokens=num_tokens,
-            num_needed=round(num_tokens * self.leaves.value.late_share(num_tokens, ttft_s)),
+            num_needed=round(num_tokens * self.leaves.value.lateness(num_tokens, ttft_s)),
             now_s=now_s,
         )
         tracked.kv_hashes = ()

@@ -173,7 +173,7 @@ class KvValue:
         late = self._late(lost_s / ttft_s) - self._late(behind_s / ttft_s)
         return late * ttft_s / (lost_s - behind_s)
 
-    def late_share(self, num_tokens: int, ttft_s: float | None) -> float:
+    def lateness(self, num_tokens: int, ttft_s: float | None) -> float:
         """How near to being late a request comes that finds nothing of a context of so many tokens,
         0 to 1. ttft_s: its target; None: it has none."""
         return self._late(self.costs.seconds(0, num_tokens) / ttft_s) if ttft_s else 0.0

@@ -106,7 +106,7 @@ def test_a_deep_context_whose_loss_makes_a_user_wait_is_worth_more_than_throughp
 )
 def test_a_context_that_is_computed_again_in_time_makes_no_request_late(num_tokens, ttft_s, share):
     """A token takes 0.1 ms."""
-    assert Kv().value.late_share(num_tokens, ttft_s) == pytest.approx(share, abs=0.02)
+    assert Kv().value.lateness(num_tokens, ttft_s) == pytest.approx(share, abs=0.02)
 
 
 def test_one_user_waits_rather_than_two():
