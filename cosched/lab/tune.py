@@ -92,7 +92,7 @@ KNOBS: Mapping[str, Knob] = {
         Knob(
             name="max_running_requests",
             text="--max-running-requests of SGLang: how many run at once, of both classes",
-            values=(64, 128, 256, 512),
+            values=(64, 128, 256, 512, 1024, 2048),
             flag="--max-running-requests",
         ),
         Knob(

@@ -18,12 +18,14 @@ from tests.batch.stand_in import StandIn
 from tests.batch.test_store import asked
 
 LEASE_S = 1.5
+LONG_LEASE_S = 12.0  # a busy machine misses no heartbeat
 
 
 @pytest.fixture
-def two(folder, postgres_url):
+def two(request, folder, postgres_url):
     """Two of (stand-in, `Api`)."""
-    config = BatchesConfig(folder=str(folder), url=postgres_url, lease_s=LEASE_S)
+    lease_s = getattr(request, "param", LONG_LEASE_S)
+    config = BatchesConfig(folder=str(folder), url=postgres_url, lease_s=lease_s)
     with contextlib.ExitStack() as stack:
         stand_ins = [StandIn(config), StandIn(config)]
         yield [(one, Api(stack.enter_context(serving(one)))) for one in stand_ins]
@@ -110,6 +112,7 @@ def test_what_another_server_validates_is_left_to_it(folder, postgres_url):
         until(lambda: store.get(first.id).status == "failed")  # there is no such file
 
 
+@pytest.mark.parametrize("two", [LEASE_S], indirect=True)
 def test_a_server_that_was_found_dead_continues(two, caplog):
     (first, at_first), (second, _) = two
     first.is_held = True

@@ -5,6 +5,7 @@ first kernel the host prepares inputs, and some attention backends wait for the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
@@ -32,6 +33,7 @@ class DeviceOverheads:
     launch_ms            host time from the launch to the first kernel [ms]
     eager_layer_ms       host time to launch one layer of an iteration with a prefill, whose
                          attention runs outside CUDA graphs [ms]
+    no_graph_layer_ms    the same for decodes alone, more than the largest CUDA graph takes [ms]
     prefill_sync_ms      an iteration with a prefill waits until the device is idle, and its first
                          kernel starts so much later; 0: it does not wait [ms]
     fence_ms             of the iteration after a mixed one that waits for all of it: small kernels
@@ -41,6 +43,7 @@ class DeviceOverheads:
 
     launch_ms: float = 0.0
     eager_layer_ms: float = 0.0
+    no_graph_layer_ms: float = 0.0
     prefill_sync_ms: float = 0.0
     fence_ms: float = 0.0
     mixed_decode_factor: float = 1.0
@@ -55,10 +58,20 @@ class DeviceOverheads:
 class Launches:
     """The launches of one simulated GPU, in order."""
 
-    def __init__(self, overheads: DeviceOverheads | None = None, *, num_layers: int = 0) -> None:
-        """overheads: None: a launch takes no time."""
+    def __init__(
+        self,
+        overheads: DeviceOverheads | None = None,
+        *,
+        num_layers: int = 0,
+        largest_graph: float = math.inf,
+    ) -> None:
+        """
+        overheads      None: a launch takes no time
+        largest_graph  most decodes that run in a CUDA graph
+        """
         self._overheads = overheads or DeviceOverheads()
         self._num_layers = num_layers
+        self._largest_graph = largest_graph
         self._is_after_mixed = False
 
     @property
@@ -72,16 +85,18 @@ class Launches:
         fence_s = overheads.fence_ms / 1e3 if self._is_after_mixed else 0.0
         free_s = device_done_s + fence_s
         ready_s = now_s + overheads.launch_ms / 1e3
-        eager_s = 0.0
+        layer_ms = 0.0
+        if len(shape.decodes) > self._largest_graph:
+            layer_ms = overheads.no_graph_layer_ms
         if shape.prefills:
-            eager_s = self._num_layers * overheads.eager_layer_ms / 1e3
+            layer_ms = overheads.eager_layer_ms
             if overheads.prefill_sync_ms:
                 ready_s = max(ready_s, free_s) + overheads.prefill_sync_ms / 1e3
         self._is_after_mixed = bool(shape.prefills and shape.decodes)
-        return LaunchTimes(max(ready_s, free_s), ready_s + eager_s)
+        return LaunchTimes(max(ready_s, free_s), ready_s + self._num_layers * layer_ms / 1e3)
 
 
-_LAUNCH = {"launch_ms": 1.5, "eager_layer_ms": 0.25, "fence_ms": 0.2}
+_LAUNCH = {"launch_ms": 1.5, "eager_layer_ms": 0.25, "no_graph_layer_ms": 0.67, "fence_ms": 0.2}
 
 OVERHEADS: Mapping[str, DeviceOverheads] = {
     "none": DeviceOverheads(),
@@ -91,10 +106,10 @@ OVERHEADS: Mapping[str, DeviceOverheads] = {
 }
 """By attention backend. `fa3` and `triton` are measured with SGLang 0.5.23 on one H100
 (docs/results/gpu.md): launch 0.9 to 1.4 ms for decodes and 1.7 to 2.5 ms for mixed batches, a layer
-beside captured segments 0.23 to 0.31 ms, the fence 0.1 to 0.2 ms, the factor 0.9 to 1.1 with FA3
-and 7.7 to 10.2 with Triton, which runs decodes in tiles of prefills there. `flashinfer` is not: its
-plan of a prefill is an estimate from reading SGLang (1 to 4 ms), and its factor the lower of what
-vLLM's FlashAttention-2 shows, 1.6 to 2.0 (docs/cost_models.md)."""
+beside captured segments 0.23 to 0.31 ms and 0.67 ms without CUDA graphs, the fence 0.1 to 0.2 ms,
+the factor 0.9 to 1.1 with FA3 and 7.7 to 10.2 with Triton, which runs decodes in tiles of prefills
+there. `flashinfer` is not: its plan of a prefill is an estimate from reading SGLang (1 to 4 ms),
+and its factor the lower of what vLLM's FlashAttention-2 shows, 1.6 to 2.0 (docs/cost_models.md)."""
 
 AUTO = "auto"
 SETTINGS = (AUTO, *OVERHEADS)

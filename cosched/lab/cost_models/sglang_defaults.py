@@ -49,6 +49,12 @@ def default_max_batch(gpu: GpuSpec, tp: int) -> int:
     return 32 if tp < 4 else 160
 
 
+def default_max_running(kv_tokens: int, context_length: int) -> int:
+    """SGLang's --max-running-requests for such a KV pool (`resolve_max_num_reqs`) [requests]."""
+    by_memory = int(kv_tokens / context_length * 512)
+    return min(max(min(by_memory, 4096), 2048), kv_tokens // 2)
+
+
 def prefill_graph_sizes(max_tokens: int) -> list[int]:
     """Numbers of tokens with a prefill graph; mixed batches run in them too."""
     sizes = (

@@ -6,7 +6,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from cosched.errors import ConfigError
-from cosched.lab.cost_models.sglang_defaults import default_chunk_tokens, kv_capacity_tokens
+from cosched.lab.cost_models.sglang_defaults import (
+    default_chunk_tokens,
+    default_max_running,
+    kv_capacity_tokens,
+)
 from cosched.lab.cost_models.specs import ModelSpec, gpu_spec, model_spec
 from cosched.lab.simulation.tiny_model import DP_ATTENTION, STATES
 
@@ -27,7 +31,8 @@ class Machine:
     chunk_tokens          token budget of an iteration; -1: prompts are never split; default: that
                           of SGLang for the GPU
     max_prefill_tokens    SGLang's ``--max-prefill-tokens``
-    max_running_requests  maximum number of running requests
+    max_running_requests  maximum number of running requests, of all ranks; default: that of SGLang,
+                          2048 or more for each rank
     mixed_chunk           prefill and decode in one iteration; default: as the policy requires, but
                           not with ``--device-overheads triton`` (as on a server)
     schedule_policy       order of stock scheduling
@@ -59,7 +64,7 @@ class Machine:
     page_size: int = 1
     chunk_tokens: int | None = None
     max_prefill_tokens: int = 16384
-    max_running_requests: int = 256
+    max_running_requests: int | None = None
     context_length: int = 131_072
     mixed_chunk: bool | None = None
     schedule_policy: str = "fcfs"
@@ -102,6 +107,12 @@ class Machine:
             return self.chunk_tokens
         return default_chunk_tokens(gpu_spec(self.gpu).memory_bytes)
 
+    def slots(self) -> int:
+        """Running requests at most, of a rank."""
+        if self.max_running_requests is None:
+            return default_max_running(self.capacity(), self.context_length)
+        return max(self.max_running_requests // self.dp_ranks, 1)
+
     def flags(self) -> list[str]:
         """SGLang's command line flags."""
         capacity = self.capacity()
@@ -110,7 +121,7 @@ class Machine:
             "page-size": self.page_size,
             "chunked-prefill-size": self.chunk(),
             "max-prefill-tokens": self.max_prefill_tokens,
-            "max-running-requests": self.max_running_requests,
+            "max-running-requests": self.slots() * self.dp_ranks,
             "context-length": self.context_length,
             "schedule-policy": self.schedule_policy,
             "schedule-conservativeness": self.schedule_conservativeness,

@@ -142,7 +142,7 @@ class MachineOptions:
     chunk_tokens: Annotated[
         int | None, Parameter(name="--chunked-prefill-size", converter=reader(_chunk))
     ] = None
-    max_running_requests: Count = _MACHINE.max_running_requests
+    max_running_requests: Count | None = _MACHINE.max_running_requests
     schedule_policy: Literal["fcfs", "lpm", "dfs-weight"] = "fcfs"
     mixed_chunk: OnOff | None = None
     overlap: OnOff = True
@@ -172,6 +172,7 @@ class CostOptions:
     device_overheads: Annotated[str, Parameter(choices=SETTINGS)] = _COST.device_overheads
     launch_ms: Milliseconds | None = None
     eager_layer_ms: Milliseconds | None = None
+    no_graph_layer_ms: Milliseconds | None = None
     prefill_sync_ms: Milliseconds | None = None
     fence_ms: Milliseconds | None = None
     mixed_decode_factor: Factor | None = None

@@ -20,6 +20,8 @@ from cosched.errors import ConfigError, CoschedError
 from cosched.lab.cost_models.base import OVERLAPPED, SYNCHRONOUS, CostModel, PrefixReads
 from cosched.lab.cost_models.overheads import Launches
 from cosched.lab.cost_models.registry import make_cost_model
+from cosched.lab.cost_models.sglang_defaults import default_max_batch
+from cosched.lab.cost_models.specs import gpu_spec
 from cosched.lab.metrics.job import steady_window
 from cosched.lab.metrics.records import ColumnLog, IterationLog, RequestRecord
 from cosched.lab.metrics.stats import Window
@@ -271,7 +273,7 @@ def _work_of(spec: RunSpec, offline: Sequence[TraceRequest]) -> JobWork | None:
         offline,
         cost_model_of(exact),
         kv_tokens=spec.machine.capacity(),
-        max_running=max(spec.machine.max_running_requests // spec.machine.dp_ranks, 1),
+        max_running=spec.machine.slots(),
         num_ranks=spec.machine.dp_ranks,
     )
 
@@ -345,7 +347,12 @@ def _is_synchronous(spec: RunSpec) -> bool:
 def launches_of(spec: RunSpec) -> Launches:
     """They take no time where the cost model's host time has it."""
     overheads = None if _is_synchronous(spec) else spec.cost.overheads(spec.machine.gpu)
-    return Launches(overheads, num_layers=spec.machine.served.num_layers)
+    machine = spec.machine
+    return Launches(
+        overheads,
+        num_layers=machine.served.num_layers,
+        largest_graph=default_max_batch(gpu_spec(machine.gpu), machine.tp),
+    )
 
 
 def cost_model_of(spec: RunSpec) -> CostModel:

@@ -67,6 +67,7 @@ class CostSpec:
                          next five replace single values
     launch_ms            host time from a launch to its first kernel [ms]
     eager_layer_ms       host time to launch a layer of an iteration with a prefill [ms]
+    no_graph_layer_ms    the same for decodes alone, more than the largest CUDA graph takes [ms]
     prefill_sync_ms      idle time before an iteration with a prefill, if it waits for that [ms]
     fence_ms             delay of the iteration after a mixed one [ms]
     mixed_decode_factor  factor on the attention time of a decode beside a prefill
@@ -82,6 +83,7 @@ class CostSpec:
     device_overheads: str = "none"
     launch_ms: float | None = None
     eager_layer_ms: float | None = None
+    no_graph_layer_ms: float | None = None
     prefill_sync_ms: float | None = None
     fence_ms: float | None = None
     mixed_decode_factor: float | None = None

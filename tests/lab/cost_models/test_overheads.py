@@ -44,6 +44,14 @@ def test_layers_outside_cuda_graphs_are_launched_one_after_the_other():
         assert returned_s == pytest.approx(1.0 + host_s)
 
 
+def test_decodes_beyond_the_largest_graph_are_launched_layer_by_layer():
+    launches = Launches(DeviceOverheads(no_graph_layer_ms=0.5), num_layers=30, largest_graph=4)
+    for num_decodes, host_s in ((4, 0.0), (5, 0.015)):
+        shape = BatchShape(decodes=(100,) * num_decodes)
+        _, returned_s = launches.launch(shape, now_s=1.0, device_done_s=1.5)
+        assert returned_s == pytest.approx(1.0 + host_s)
+
+
 def test_only_the_iteration_after_a_mixed_one_waits_for_all_of_it():
     launches = Launches(DeviceOverheads(fence_ms=3.0))
     starts_s = [

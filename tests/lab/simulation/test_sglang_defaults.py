@@ -1,6 +1,7 @@
 """What a simulated machine takes for SGLang's defaults is what the installed SGLang chooses."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -8,6 +9,7 @@ import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.lab.cost_models.sglang_defaults import (
     default_chunk_tokens,
     default_graph_sizes,
+    default_max_running,
     default_mem_fraction,
 )
 from cosched.lab.cost_models.specs import GPUS
@@ -52,3 +54,16 @@ def test_chunk_graphs_and_memory(resolved, name, tp):
 def test_the_chunk_of_any_gpu(resolved, gib):
     gpu = replace(GPUS["A100-80"], memory_bytes=gib << 30)
     assert default_chunk_tokens(gib << 30) == resolved(gpu, 1).chunked_prefill_size
+
+
+@pytest.mark.parametrize("kv_tokens", [3000, 440_000, 800_000, 3_000_000])
+def test_running_requests(kv_tokens, monkeypatch):
+    from sglang.srt.mem_cache import kv_cache_configurator
+
+    schedule = SimpleNamespace(max_running_requests=None)
+    monkeypatch.setattr(kv_cache_configurator, "get_schedule", lambda: schedule)
+    configurator = SimpleNamespace(
+        model_config=SimpleNamespace(context_len=131_072), mambaish_config=None
+    )
+    resolve = kv_cache_configurator.KVCacheConfigurator.resolve_max_num_reqs
+    assert default_max_running(kv_tokens, 131_072) == resolve(configurator, kv_tokens)
