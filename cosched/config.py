@@ -23,12 +23,13 @@ from cosched.limits.api_keys import ApiKeys
 from cosched.limits.claims import ANY_KEY, Claims
 from cosched.limits.origins import AccessConfig
 from cosched.memory.config import KvConfig
+from cosched.papers.ecoserve.config import EcoConfig
 from cosched.policies import policy_entry, without_tolerance
 from cosched.pool.prefix_pool import PoolConfig
 from cosched.predict.fitted import PREDICTORS
 from cosched.predict.lengths import LengthConfig
 from cosched.predict.tolerance import ToleranceConfig
-from cosched.schedule.base import Budgets, EcoConfig
+from cosched.schedule.base import Budgets
 
 ENV_VAR = "COSCHED_CONFIG"
 

@@ -129,8 +129,8 @@ def _controller(
         latency_budget_s=config.latency_budget_s,
         budgets=config.budgets,
         offline_rate=config.offline_rate,
-        ecoserve=config.ecoserve,
         tiers=config.online_tiers(),
+        own=getattr(config, entry.section) if entry.section else None,
     )
     predictor = calibrator_of(
         scheduler.server_args,

@@ -14,14 +14,11 @@ from cosched.core.plan import Plan
 from cosched.core.request import Slo
 from cosched.core.tiers import Tier
 from cosched.core.view import View
-from cosched.errors import ConfigError, choices
+from cosched.errors import ConfigError
 
 __all__ = [
-    "OVERRUNS",
-    "REPLANS",
     "UNLIMITED",
     "Budgets",
-    "EcoConfig",
     "GroupPolicy",
     "Pace",
     "Policy",
@@ -74,49 +71,6 @@ class Budgets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise ConfigError(f"token_group {self.token_group} is below 1")
 
 
-class EcoConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What EcoServe leaves to the operator.
-
-    reserve    share of the KV memory that is kept for prompts and for outputs longer than expected
-               (§2.2: 0.012, 0.03, 0.05; §4: 0.02, 0.03, 0.04)
-    buffer     share of its length by which a hosted request should end before its host needs the
-               memory (§4: 0.15, 0.15, 0.10)
-    overrun    a request that is longer than expected: reserve: takes of the reserve; free: waits,
-               its KV kept; offload: is preempted and its KV copied to host memory, if there is any
-               (§2.3, Fig. 5)
-    replan_on  generation tasks are chosen when: group: all of a group have ended (§3.2.2); request:
-               one has ended
-    block      tokens by which lengths count as equal (§2.1)
-    slo_scale  deadline of a request that names none, in multiples of its time on an idle device
-    (§4)
-    """
-
-    reserve: float = 0.03
-    buffer: float = 0.15
-    overrun: str = "reserve"
-    replan_on: str = "group"
-    block: int = 32
-    slo_scale: float = 2.0
-
-    def __post_init__(self) -> None:
-        for name, most in (("reserve", 1.0), ("buffer", 10.0)):
-            value = getattr(self, name)
-            if not 0 <= value < most:
-                raise ConfigError(f"ecoserve.{name} {value} is not from 0 to below {most:g}")
-        for name, known in (("overrun", OVERRUNS), ("replan_on", REPLANS)):
-            value = getattr(self, name)
-            if value not in known:
-                raise ConfigError(f"ecoserve.{name} {value!r} is unknown: {choices(known)}")
-        if self.block < 1:
-            raise ConfigError(f"ecoserve.block {self.block} is below 1")
-        if not 0 < self.slo_scale < float("inf"):
-            raise ConfigError(f"ecoserve.slo_scale {self.slo_scale} is not a positive number")
-
-
-OVERRUNS = ("reserve", "free", "offload")
-REPLANS = ("group", "request")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicySettings:
     """What a policy is built with.
@@ -128,8 +82,8 @@ class PolicySettings:
                       deadlines. Without online requests `Budgets.idle_share` holds
     budgets           how the deadlines bound an iteration
     offline_rate      most offline requests admitted per second [1/s]; None: any number
-    ecoserve          what EcoServe leaves to the operator
     tiers             of online requests, the highest first; empty: all are equal
+    own               the section of the configuration that is this policy's (`PolicyEntry.section`)
     """
 
     caps: EngineCaps
@@ -137,8 +91,8 @@ class PolicySettings:
     latency_budget_s: float | None = None
     budgets: Budgets = field(default_factory=Budgets)
     offline_rate: float | None = None
-    ecoserve: EcoConfig = field(default_factory=EcoConfig)
     tiers: tuple[Tier, ...] = ()
+    own: msgspec.Struct | None = None
 
 
 class Policy(Protocol[State]):

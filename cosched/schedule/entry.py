@@ -35,6 +35,7 @@ class PolicyEntry:
     length        how reply lengths are estimated, unless the configuration says
     predictor     the form of its predictor, fitted to the points of the profile where one is given
                   (`cosched.predict.fitted`); None: the profile's own
+    section       name of the section of the configuration that is its own (`PolicySettings.own`)
     server_flags  SGLang server arguments it needs, by field name
     source_file   of a policy of another package: the file with its code
     """
@@ -51,6 +52,7 @@ class PolicyEntry:
     tolerates: bool = False
     groups: bool = False
     predictor: str | None = None
+    section: str | None = None
     server_flags: Mapping[str, object] = field(default_factory=dict)
     source_file: str | None = None
 

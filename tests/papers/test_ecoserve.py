@@ -15,9 +15,10 @@ from cosched.core.plan import PreemptMode, SkipReason
 from cosched.core.request import RequestClass, Slo
 from cosched.core.view import Ended, OfflineLimits
 from cosched.errors import ConfigError
+from cosched.papers.ecoserve.config import EcoConfig
 from cosched.papers.ecoserve.policy import EcoServePolicy
 from cosched.papers.ecoserve.work import Batch, EcoOptions
-from cosched.schedule.base import EcoConfig, PolicySettings
+from cosched.schedule.base import PolicySettings
 from cosched.schedule.ledger import promised_tokens
 from cosched.schedule.validate import validate
 from tests.factories import FakeView, decoding, make_caps, offline, online
@@ -78,7 +79,7 @@ def view_of(*gts, **fields):
 
 def planned(view, state=None, *, config=FREELY, options=PLAIN):
     slo = Slo(ttft_s=1.0, tpot_s=0.05)
-    policy = EcoServePolicy(PolicySettings(caps=view.caps, slo=slo, ecoserve=config), options)
+    policy = EcoServePolicy(PolicySettings(caps=view.caps, slo=slo, own=config), options)
     plan, after = policy.plan(view, state or policy.initial)
     validate(plan, view)
     return plan, after
@@ -412,7 +413,7 @@ class Follower:
 
 def run_all(follower, options, config=PAPER, most=4000):
     slo = Slo(ttft_s=1.0, tpot_s=0.05)
-    policy = EcoServePolicy(PolicySettings(caps=CAPS, slo=slo, ecoserve=config), options)
+    policy = EcoServePolicy(PolicySettings(caps=CAPS, slo=slo, own=config), options)
     state = policy.initial
     for _ in range(most):
         if not (follower.waiting or follower.running or follower.unfinished):

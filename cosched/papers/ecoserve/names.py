@@ -92,6 +92,7 @@ ENTRIES = (
             make=partial(EcoServePolicy, options=options),
             length=LengthConfig(mode="oracle") if name == "ecoserve-oracle" else MOST_FIT,
             timed=True,
+            section="ecoserve",
             server_flags=MIXED_CHUNK,
         )
         for name, (summary, source, options) in _ECOSERVE.items()

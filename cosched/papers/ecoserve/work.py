@@ -18,6 +18,7 @@ import msgspec
 from cosched.core.batch import BatchTotals
 from cosched.core.plan import PreemptMode
 from cosched.core.request import Request, RequestClass
+from cosched.papers.ecoserve.config import EcoConfig
 from cosched.schedule.base import PolicySettings
 from cosched.schedule.builder import PlanBuilder
 
@@ -75,7 +76,7 @@ class Work:
     ) -> None:
         self.builder = builder
         self.view = view = builder.view
-        self.config = settings.ecoserve
+        self.config = settings.own if isinstance(settings.own, EcoConfig) else EcoConfig()
         self.options = options
         self.tpot_s = settings.slo.tpot_s
         self.reserve = int(self.config.reserve * view.kv.total)
