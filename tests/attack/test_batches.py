@@ -73,7 +73,7 @@ def test_a_disk_that_is_full_under_a_running_batch_costs_no_line(tmp_path):
         try:
             kills.wait_ready(server)
             api = Api(server.url)
-            batch = api.create(lines_of(1200))
+            batch = api.create(lines_of(600))
             until(lambda: api.batches.retrieve(batch.id).request_counts.completed)
             if is_mounted:
                 with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
@@ -93,7 +93,7 @@ def test_a_disk_that_is_full_under_a_running_batch_costs_no_line(tmp_path):
             assert seen[503], seen
             ballast.unlink(missing_ok=True)
             resource.prlimit(pid, resource.RLIMIT_FSIZE, no_limit)
-            check_whole(api, batch, 1200)
+            check_whole(api, batch, 600)
         finally:
             server.close()
 
@@ -156,25 +156,27 @@ def test_a_wall_clock_that_jumps_by_hours_loses_no_line(tmp_path, is_full):
     """Windows follow the wall clock: what they leave out is an error."""
     for number in range(8 if is_full else 1):
         clock = JumpingClock()
-        stand_in = StandIn(BatchesConfig(folder=str(tmp_path / f"b{number}")), clock=clock)
+        few = {"high_watermark": 64, "low_watermark": 48}
+        config = BatchesConfig(folder=str(tmp_path / f"b{number}"), **few)
+        stand_in = StandIn(config, clock=clock)
         with serving(stand_in) as url:
             api = Api(url)
-            short = api.create(lines_of(900, "short"), window="1h")
-            long = api.create(lines_of(900, "long"), window="24h")
+            short = api.create(lines_of(150, "short"), window="1h")
+            long = api.create(lines_of(150, "long"), window="24h")
             for hours in (2, -5, 26):
                 until(lambda stand_in=stand_in: stand_in.asked)
                 stand_in.asked.clear()
                 clock.jump_s += hours * 3600
                 if hours == 2:
-                    assert check_whole(api, short, 900) == "expired"
-                    batch = api.create(lines_of(300, "after"), window="1h")
+                    assert check_whole(api, short, 150) == "expired"
+                    batch = api.create(lines_of(60, "after"), window="1h")
                 elif hours == -5:
-                    assert check_whole(api, batch, 300) == "completed"
-                    third = api.create(lines_of(2000, "third"), window="24h")
+                    assert check_whole(api, batch, 60) == "completed"
+                    third = api.create(lines_of(300, "third"), window="24h")
                     # Its lines are known: a batch that expires before that has none.
                     api.wait(third, "in_progress", "finalizing", "completed")
-            check_whole(api, long, 900)
-            check_whole(api, third, 2000)
+            check_whole(api, long, 150)
+            check_whole(api, third, 300)
 
 
 def test_a_second_server_on_the_folder_is_refused(tmp_path, is_full):

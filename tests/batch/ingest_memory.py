@@ -21,8 +21,6 @@ from cosched.batch.config import BatchesConfig
 from tests.batch.api import Api, line, serving
 from tests.batch.stand_in import StandIn
 
-PROMPT_CHARS = 400
-
 
 def peak_mb():
     """Of this process, since it began."""
@@ -30,18 +28,18 @@ def peak_mb():
     return round(int(re.search(r"VmHWM:\s+(\d+)", status)[1]) / 1000, 1)
 
 
-def write(path, num_lines):
+def write(path, num_lines, num_chars):
     """Every hundredth line begins like each other hundredth."""
     with path.open("w") as file:
         for number in range(num_lines):
-            head = f"{number % 100:02d}" * (PROMPT_CHARS // 2)
+            head = f"{number % 100:02d}" * (num_chars // 2)
             file.write(json.dumps(line(f"c{number}", f"{head} {number}")) + "\n")
 
 
-def run(folder, num_lines):
+def run(folder, num_lines, num_chars):
     """Peak memory at each step [MB], and what the last two took [s]."""
     source = folder / "in.jsonl"
-    write(source, num_lines)
+    write(source, num_lines, num_chars)
     size = source.stat().st_size
     config = BatchesConfig(
         folder=str(folder / "batches"), max_lines=num_lines, max_file_mb=size / 1e6 + 1
@@ -80,9 +78,10 @@ def run(folder, num_lines):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--lines", type=int, default=500_000)
+    parser.add_argument("--chars", type=int, default=400, help="of each prompt")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="cosched-ingest-") as folder:
-        print(json.dumps(run(Path(folder), arguments.lines)))
+        print(json.dumps(run(Path(folder), arguments.lines, arguments.chars)))
 
 
 if __name__ == "__main__":

@@ -411,7 +411,7 @@ def test_what_cannot_be_in_time_goes_first_and_its_lines_are_due_soon(api, stand
 @pytest.mark.parametrize("stand_in", [{"high_watermark": 20, "low_watermark": 10}], indirect=True)
 def test_a_pause_leaves_no_forecast_and_does_not_lower_the_measured_rate(api, stand_in):
     stand_in.delay_s = 0.1
-    batch = api.create(lines(5000))
+    batch = api.create(lines(2000))
 
     def told():
         return api.batches.retrieve(batch.id).cosched

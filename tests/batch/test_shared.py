@@ -21,11 +21,17 @@ LEASE_S = 1.5
 LONG_LEASE_S = 12.0  # a busy machine misses no heartbeat
 
 
+def configured(folder, url, lease_s):
+    """Each server holds few lines, so that few make work for all."""
+    limits = {"high_watermark": 64, "low_watermark": 48}
+    return BatchesConfig(folder=str(folder), url=url, lease_s=lease_s, **limits)
+
+
 @pytest.fixture
 def two(request, folder, postgres_url):
     """Two of (stand-in, `Api`)."""
     lease_s = getattr(request, "param", LONG_LEASE_S)
-    config = BatchesConfig(folder=str(folder), url=postgres_url, lease_s=lease_s)
+    config = configured(folder, postgres_url, lease_s)
     with contextlib.ExitStack() as stack:
         stand_ins = [StandIn(config), StandIn(config)]
         yield [(one, Api(stack.enter_context(serving(one)))) for one in stand_ins]
@@ -58,15 +64,15 @@ def both_live(stand_in):
 def test_any_server_is_asked_and_all_answer(two):
     (first, at_first), (second, at_second) = two
     both_live(first)
-    file = at_first.upload(lines(3000))
+    file = at_first.upload(lines(400))
     ended = at_first.wait(at_second.start(file.id))
     outcome = at_second.outcome(ended)
-    assert outcome == answers(3000)
+    assert outcome == answers(400)
     assert first.asked and second.asked
     for api in (at_first, at_second):
         until(lambda at=api.url: listed(at)["cosched"] == {"servers": 2})
         assert "cosched:batches_servers 2.0" in httpx.get(f"{api.url}/cosched/metrics").text
-    assert (first.asked + second.asked).total() == 3000, "no line is sent twice"
+    assert (first.asked + second.asked).total() == 400, "no line is sent twice"
 
 
 def test_a_batch_that_one_server_could_hold_runs_on_both(two):
@@ -83,7 +89,7 @@ def test_a_batch_that_one_server_could_hold_runs_on_both(two):
 
 
 def test_a_server_that_ends_leaves_its_lines_at_once(folder, postgres_url):
-    config = BatchesConfig(folder=str(folder), url=postgres_url, lease_s=10_000)
+    config = configured(folder, postgres_url, 10_000)
     first, second = StandIn(config), StandIn(config)
     first.is_held = True
     with serving(second) as url:
@@ -91,10 +97,10 @@ def test_a_server_that_ends_leaves_its_lines_at_once(folder, postgres_url):
             until(lambda: first.service._feeder is not None)
             both_live(first)
             second.is_held = True
-            batch = Api(url).create(lines(2400))
+            batch = Api(url).create(lines(300))
             until(lambda: first.num_in_flight and second.num_in_flight)
             second.is_held = False
-        assert len(Api(url).outcome(Api(url).wait(batch))) == 2400
+        assert len(Api(url).outcome(Api(url).wait(batch))) == 300
 
 
 def test_what_another_server_validates_is_left_to_it(folder, postgres_url):
@@ -116,7 +122,7 @@ def test_what_another_server_validates_is_left_to_it(folder, postgres_url):
 def test_a_server_that_was_found_dead_continues(two, caplog):
     (first, at_first), (second, _) = two
     first.is_held = True
-    batch = at_first.create(lines(900))
+    batch = at_first.create(lines(200))
     until(lambda: first.num_in_flight)
     with caplog.at_level(logging.WARNING, logger="cosched.batch.storage"):
         for name in (first.service._feeder._name, second.service._feeder._name):
@@ -124,14 +130,14 @@ def test_a_server_that_was_found_dead_continues(two, caplog):
         first.is_held = False
         ended = at_first.wait(batch)
     assert "this server sent no heartbeat" in caplog.text
-    assert at_first.outcome(ended) == answers(900)
-    assert ended.usage.output_tokens == 2 * 900
+    assert at_first.outcome(ended) == answers(200)
+    assert ended.usage.output_tokens == 2 * 200
 
 
 def test_a_database_that_goes_away_for_a_moment_costs_nothing(two):
     (first, at_first), (second, _) = two
-    batch = at_first.create(lines(3000))
-    for count in (100, 300, 600):
+    batch = at_first.create(lines(600))
+    for count in (60, 180, 300):
         until(lambda n=count: (first.asked + second.asked).total() > n)
         with (
             first.service._opened.database.write() as connection,
@@ -143,24 +149,18 @@ def test_a_database_that_goes_away_for_a_moment_costs_nothing(two):
             )
     with contextlib.suppress(openai.InternalServerError):  # its connection was cut
         at_first.batches.retrieve(batch.id)
-    assert at_first.outcome(at_first.wait(batch)) == answers(3000)
+    assert at_first.outcome(at_first.wait(batch)) == answers(600)
 
 
 def test_a_stopped_database_is_reported_and_may_come_back(cluster, folder, caplog):
     """The rest of the server continues. Answers from that time are written afterwards."""
-    config = BatchesConfig(
-        folder=str(folder),
-        url=cluster.url,
-        lease_s=LEASE_S,
-        high_watermark=256,
-        low_watermark=192,
-    )
+    config = configured(folder, cluster.url, LEASE_S)
     stand_in = StandIn(config)
     stand_in.is_held = True
     with serving(stand_in) as url, caplog.at_level(logging.INFO, logger="cosched"):
         api = Api(url)
-        batch = api.create(lines(400))
-        until(lambda: stand_in.num_in_flight > 100)
+        batch = api.create(lines(150))
+        until(lambda: stand_in.num_in_flight > 50)
         cluster.stop()
         try:
             stand_in.is_held = False  # their answers come while there is nowhere to put them
@@ -187,8 +187,8 @@ def test_a_stopped_database_is_reported_and_may_come_back(cluster, folder, caplo
         finally:
             cluster.start()
         outcome = api.outcome(api.wait(batch))
-    assert outcome == answers(400)
-    assert stand_in.asked.total() == 400 and asked_before < 400, "answers were thrown away"
+    assert outcome == answers(150)
+    assert stand_in.asked.total() == 150 and asked_before < 150, "answers were thrown away"
     away = [one for one in caplog.records if "cannot be used now" in one.getMessage()]
     assert 1 <= len(away) <= 2 and "the store is back" in caplog.text
     assert "Traceback" not in caplog.text

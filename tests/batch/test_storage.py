@@ -97,7 +97,8 @@ def answers(count):
 
 @contextlib.contextmanager
 def running(place, url, **settings):
-    stand_in = StandIn(BatchesConfig(folder=place, url=url, **settings))
+    few = {"high_watermark": 64, "low_watermark": 48}
+    stand_in = StandIn(BatchesConfig(folder=place, url=url, **few, **settings))
     with serving(stand_in) as at:
         yield stand_in, Api(at)
 
@@ -191,11 +192,11 @@ def test_servers_that_share_a_store_need_no_folder_in_common(postgres_url, place
         running(place, postgres_url, lease_s=1.5) as (second, at_second),
     ):
         first.is_held = second.is_held = True  # one might do all before the other one has looked
-        created = at_first.create(lines(1500))
+        created = at_first.create(lines(200))
         until(lambda: first.asked and second.asked)
         first.is_held = second.is_held = False
         done = at_second.wait(created)
-        assert at_second.outcome(done) == answers(1500)
+        assert at_second.outcome(done) == answers(200)
         assert first.asked and second.asked
         assert objects(place) >= {done.input_file_id, done.output_file_id, done.error_file_id}
 
@@ -203,8 +204,8 @@ def test_servers_that_share_a_store_need_no_folder_in_common(postgres_url, place
 def test_while_files_are_away_nothing_is_lost_and_it_is_told(moody, sqlite, caplog):
     with running(moody, sqlite) as (stand_in, api), caplog.at_level(logging.INFO, "cosched"):
         stand_in.is_held = True
-        running_batch = api.create(lines(600))
-        until(lambda: stand_in.num_in_flight == 600)
+        running_batch = api.create(lines(60))
+        until(lambda: stand_in.num_in_flight == 60)
         file, other = api.upload(lines(20)), api.upload(lines(30))
         Moody.is_away = True
         waiting = api.start(file.id)
@@ -223,13 +224,13 @@ def test_while_files_are_away_nothing_is_lost_and_it_is_told(moody, sqlite, capl
         api.wait(running_batch, "finalizing")
         assert api.batches.retrieve(waiting.id).status == "validating"
         Moody.is_away = False
-        assert api.outcome(api.wait(running_batch)) == answers(600)
+        assert api.outcome(api.wait(running_batch)) == answers(60)
         assert api.outcome(api.wait(waiting)) == answers(20)
         until(lambda: other.id not in objects(moody))
         assert file.id in objects(moody)
     told = [one for one in caplog.records if "its files cannot be reached" in one.getMessage()]
     assert len(told) == 1 and "Traceback" not in caplog.text
-    assert stand_in.asked.total() == 620
+    assert stand_in.asked.total() == 80
 
 
 def test_an_upload_that_breaks_off_leaves_nothing(moody, sqlite):

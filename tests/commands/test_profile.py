@@ -88,7 +88,7 @@ def test_the_time_of_a_batch_does_not_depend_on_the_one_before_it(tmp_path):
 def test_repeats_give_the_median_and_disagreement_is_discarded(tmp_path):
     noisy = measure(
         *("--write", str(tmp_path / "a.json"), "--virtual", *MACHINE, "--noise", "0.03"),
-        *("--batches", "60", "--repeats", "5"),
+        *("--batches", "60", "--repeats", "3"),
     )
     assert noisy["num_points"] == 60
     truth = make_cost_model("roofline", model="Llama-3.1-8B", gpu="H100")
@@ -97,22 +97,22 @@ def test_repeats_give_the_median_and_disagreement_is_discarded(tmp_path):
     assert np.mean(errors) < 0.02
     wild = measure(
         *("--write", str(tmp_path / "b.json"), "--virtual", *MACHINE, "--noise", "0.13"),
-        *("--batches", "90", "--repeats", "3"),
+        *("--batches", "60", "--repeats", "3"),
     )
-    assert wild["about"]["num_discarded"] > 1
-    assert wild["num_points"] + wild["about"]["num_discarded"] == 90
+    assert wild["about"]["num_discarded"]
+    assert wild["num_points"] + wild["about"]["num_discarded"] == 60
 
 
 def test_a_live_engine_is_measured_and_starts_from_its_profile(tiny_model, tmp_path):
     path = tmp_path / "tiny.json"
     flags = ["--model-path", str(tiny_model), "--dtype", "float32", "--max-total-tokens", "6000"]
     result = measure(
-        *("--write", str(path), "--batches", "100", "--repeats", "1", "--max-context", "512"),
+        *("--write", str(path), "--batches", "60", "--repeats", "1", "--max-context", "512"),
         *flags,
     )
     engine = result["engine"]
     assert engine["num_layers"] == 2 and engine["dtype"] == "float32" and engine["tp"] == 1
-    assert result["num_points"] > 80
+    assert result["num_points"] > 45
     profiled = Profile.load(path)
     assert profiled.engine.num_cores >= 1 and profiled.engine.device
 

@@ -16,7 +16,6 @@ SHARED = {"kv": {"bidirectional_pages": True}}
     [
         (8, 960, False, True, True),
         (16, 640, True, True, False),
-        (16, 640, False, False, True),
         (64, 1280, True, False, True),
     ],
 )
