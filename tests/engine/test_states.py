@@ -116,10 +116,15 @@ STOCK = {}
     ("policy", "strategy"),
     [
         pytest.param("hygen", NO_BUFFER, id="no_buffer"),
-        pytest.param("cosched", EXTRA_BUFFER, id="extra_buffer"),
-        pytest.param("hygen", {**EXTRA_BUFFER, "overlap": True}, id="overlap"),
+        pytest.param("cosched", EXTRA_BUFFER, id="extra_buffer", marks=pytest.mark.long),
+        pytest.param(
+            "hygen",
+            {**EXTRA_BUFFER, "overlap": True},
+            id="overlap",
+            marks=pytest.mark.long,
+        ),
         pytest.param("cosched", {**EXTRA_BUFFER, **LAZY, "overlap": True}, id="lazy"),
-        pytest.param("cosched", PAGES, id="pages"),
+        pytest.param("cosched", PAGES, id="pages", marks=pytest.mark.long),
     ],
 )
 def test_the_same_tokens_as_stock(make_hybrid, stock, policy, strategy):
@@ -146,7 +151,12 @@ def test_the_same_tokens_as_stock(make_hybrid, stock, policy, strategy):
 
 
 @pytest.mark.parametrize(
-    ("kind", "strategy"), [(None, NO_BUFFER), *((kind, PAGES) for kind in (None, *OTHERS))]
+    ("kind", "strategy"),
+    [
+        (None, NO_BUFFER),
+        (None, PAGES),
+        *(pytest.param(kind, PAGES, marks=pytest.mark.long) for kind in OTHERS),
+    ],
 )
 def test_arrivals_and_aborts_leak_no_slot(make_hybrid, strategy, kind):
     if kind == "short convolutions" and strategy is PAGES:
@@ -187,7 +197,11 @@ def test_replies_have_checkpoints_beside_prefills(make_hybrid, overlap):
     assert {64, 128} <= set(tracked.values())
 
 
-@pytest.mark.parametrize("strategy", [NO_BUFFER, PAGES], ids=["no_buffer", "pages"])
+@pytest.mark.parametrize(
+    "strategy",
+    [pytest.param(NO_BUFFER, marks=pytest.mark.long), PAGES],
+    ids=["no_buffer", "pages"],
+)
 def test_what_is_kept_is_found_again(make_hybrid, monkeypatch, strategy):
     """A plan knows what a preempted request keeps, and what SGLang will find of a waiting one.
 
@@ -228,7 +242,11 @@ def test_what_is_kept_is_found_again(make_hybrid, monkeypatch, strategy):
         assert 0 < sum(shares) < len(shares)
 
 
-@pytest.mark.parametrize("strategy", [NO_BUFFER, {**PAGES, "overlap": True}], ids=["no", "extra"])
+@pytest.mark.parametrize(
+    "strategy",
+    [pytest.param(NO_BUFFER, marks=pytest.mark.long), {**PAGES, "overlap": True}],
+    ids=["no", "extra"],
+)
 def test_a_failed_iteration_is_taken_back(make_hybrid, monkeypatch, strategy):
     engine = make_hybrid(policy="sglang")
     submit_all(engine)
@@ -262,13 +280,19 @@ def test_a_refused_request_gives_its_slot_back(make_hybrid, monkeypatch):
         refused.append(scheduler.cosched.counters.num_engine_refusals)
         if number == 20:
             engine.abort("again")
+        if number == 60:  # it runs by now
+            engine.abort("too long")
 
     engine.run_until_idle(on_iteration=on_iteration)
     assert refused[15] > 0
     assert held_slots(scheduler) == 0
 
 
-@pytest.mark.parametrize("strategy", [NO_BUFFER, EXTRA_BUFFER], ids=["no_buffer", "extra_buffer"])
+@pytest.mark.parametrize(
+    "strategy",
+    [pytest.param(NO_BUFFER, marks=pytest.mark.long), EXTRA_BUFFER],
+    ids=["no_buffer", "extra_buffer"],
+)
 def test_the_same_tokens_with_drafts(make_hybrid, stock, monkeypatch, strategy):
     texts = prompts(NUM_REQUESTS)
     expected = stock(texts)

@@ -106,9 +106,9 @@ def make(make_engine, forget_experts, monkeypatch, tmp_path):
     ("model", "policy", "page_size"),
     [
         pytest.param(WINDOWS, "cosched", 1, id="mellum"),
-        pytest.param(WINDOWS, "hygen", 16, id="mellum, hygen, pages"),
+        pytest.param(WINDOWS, "hygen", 16, id="mellum, hygen, pages", marks=pytest.mark.long),
         pytest.param(SINKS, "cosched", 16, id="gpt-oss, pages"),
-        pytest.param(MIMO, "cosched", 1, id="mimo"),
+        pytest.param(MIMO, "cosched", 1, id="mimo", marks=pytest.mark.long),
         pytest.param(GEMMA, "cosched", 16, id="gemma 4, pages"),
     ],
 )
@@ -125,7 +125,7 @@ def test_the_same_tokens_as_stock(make, model, policy, page_size):
     assert_drained(engine)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_random_traffic_in_a_tight_pool(make, seed):
     """Whatever comes, nothing is leaked, the engine preempts nothing by itself, and what a view
     says of a request is what SGLang then finds."""
@@ -262,7 +262,7 @@ def test_decodes_may_lack_window_memory_alone():
     ("model", "algorithm", "page_size"),
     [
         pytest.param(WINDOWS, "EAGLE", 1, id="eagle"),
-        pytest.param(GEMMA, "FROZEN_KV_MTP", 16, id="frozen"),
+        pytest.param(GEMMA, "FROZEN_KV_MTP", 16, id="frozen", marks=pytest.mark.long),
     ],
 )
 def test_the_same_tokens_with_drafts(make, monkeypatch, tmp_path, model, algorithm, page_size):
@@ -296,7 +296,9 @@ def test_host_memory_holds_windows_too(make):
     assert controller.counters.num_engine_refusals == controller.counters.num_safe_plans == 0
 
 
-@pytest.mark.parametrize(("seed", "page_size"), [(0, 1), (1, 16)])
+@pytest.mark.parametrize(
+    ("seed", "page_size"), [(0, 1), pytest.param(1, 16, marks=pytest.mark.long)]
+)
 def test_kv_is_evicted_by_value(make, seed, page_size):
     """The mirror of the tree follows nodes that SGLang splits where windows begin, and leaves that
     go with their windows."""

@@ -39,6 +39,7 @@ def test_weighing_pieces_compiles_without_spills():
     assert found.shared_memory <= SHARED_MEMORY[90]
 
 
+@pytest.mark.long
 def test_architectures_do_not_disturb_each_other():
     """In one process, what was first compiled for sm_90 makes Triton use conversions of float8 that
     sm_80 does not have."""

@@ -37,6 +37,7 @@ def test_another_seed_changes_the_weights_and_nothing_else(tiny_model, tmp_path)
     assert changed == {"model.safetensors", "cosched_demo_model.json"}
 
 
+@pytest.mark.long
 def test_processes_that_race_all_get_the_whole_model_with_the_same_bytes(tiny_model, tmp_path):
     target = tmp_path / "raced"
     context = multiprocessing.get_context("spawn")

@@ -209,8 +209,18 @@ def test_long_prompts_are_not_computed_again_where_memory_is_short(tmp_path, nam
 
 @pytest.mark.parametrize(
     ("name", "mode"),
-    [(name, "oracle") for name in POLICIES if name.startswith("eco-")]
-    + [("eco-synccoupled", "histogram"), ("eco-srtf", "histogram")],
+    [
+        ("eco-orca", "oracle"),
+        ("eco-multires", "oracle"),
+        ("eco-synccoupled", "histogram"),
+        *(
+            pytest.param(name, mode, marks=pytest.mark.long)
+            for name in POLICIES
+            if name.startswith("eco-") and name not in ("eco-orca", "eco-multires")
+            for mode in ("oracle", "histogram")
+            if (name, mode) != ("eco-synccoupled", "histogram")
+        ),
+    ],
 )
 def test_coupled_schedulers_serve_far_more_at_once_than_fits(tmp_path, name, mode):
     """1,216 tokens of memory, 30 to 500 for each request."""

@@ -96,7 +96,7 @@ def test_what_requests_cost_adds_up_to_the_busy_time(monkeypatch, name, overlap)
     assert {r.rid for r in result.records if r.num_output_tokens} <= charged.keys()
 
 
-@pytest.mark.parametrize("name", ["cosched", "hygen"])
+@pytest.mark.parametrize("name", ["cosched", pytest.param("hygen", marks=pytest.mark.long)])
 def test_requests_that_come_during_an_iteration_are_looked_for_before_it_ends(name):
     """Planned ahead, a request waits for the iteration that is under way and for the next."""
 
