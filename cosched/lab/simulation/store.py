@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -38,12 +39,8 @@ class ResultStore:
         """The result of an equal run, or None; an unreadable file counts as None. A complete run is
         also the result of the same run with a limit of misses."""
         for path in (self._path(replace(spec, most_misses=None)), self._path(spec)):
-            try:
-                with path.open("rb") as file:
-                    result = pickle.load(file)
-            except (OSError, EOFError, pickle.UnpicklingError, AttributeError, ImportError):
-                continue
-            if isinstance(result, RunResult):
+            result = _read(path)
+            if result is not None:
                 return replace(result, spec=spec)
         return None
 
@@ -66,6 +63,23 @@ class ResultStore:
         key = [_FORMAT, *versions, decisive, self._source, _digest_of_file(policy.source_file)]
         digest = hashlib.sha256(repr(key).encode()).hexdigest()[:24]
         return self._folder / f"{spec.setting.name.replace('/', '-')}-{digest}.pickle"
+
+
+def stored_results(folder: Path) -> Iterator[RunResult]:
+    """All that can be read, of whatever code, by the name of their files."""
+    for path in sorted(folder.glob("*.pickle")):
+        result = _read(path)
+        if result is not None:
+            yield result
+
+
+def _read(path: Path) -> RunResult | None:
+    try:
+        with path.open("rb") as file:
+            result = pickle.load(file)
+    except (OSError, EOFError, pickle.UnpicklingError, AttributeError, ImportError):
+        return None
+    return result if isinstance(result, RunResult) else None
 
 
 def _source_digest() -> str:

@@ -1,11 +1,15 @@
 """Results kept on disk."""
 
 import ast
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import cosched
+from cosched.errors import ConfigError
+from cosched.lab.metrics.records import write_records
 from cosched.lab.simulation import store as store_module
 from cosched.lab.simulation.parallel import execute_all
 from cosched.lab.simulation.run_spec import WorkloadSpec
@@ -98,3 +102,20 @@ def test_code_that_simulations_import_is_part_of_the_key():
     for folder in store_module._IRRELEVANT:
         package = f"cosched.{folder.replace('/', '.')}"
         assert not [name for name in imported if f"{name}.".startswith(f"{package}.")]
+
+
+def test_results_are_a_table_with_a_row_per_run_or_per_request(result, tmp_path):
+    store = ResultStore(tmp_path)
+    store.put(result)
+    store.put(replace(result, spec=replace(SPEC, seed=1)))
+    runs = cosched.results(tmp_path)
+    assert list(runs.setting) == ["s1", "s1"] and sorted(runs["spec.seed"]) == [0, 1]
+    assert runs["summary.offline.num_finished"].tolist() == [3, 3]
+    write_records(result.records, tmp_path / "records.jsonl")
+    assert len(cosched.results(str(tmp_path / "records.jsonl"))) == 3
+    (tmp_path / "run.json").write_text("a table\n" + json.dumps(result.to_dict()) + "\n")
+    assert cosched.results(tmp_path / "run.json")["summary.offline.num_finished"].item() == 3
+    (tmp_path / "empty").mkdir()
+    for wrong, message in (("empty", "has no results"), ("none.json", "cannot read")):
+        with pytest.raises(ConfigError, match=message):
+            cosched.results(tmp_path / wrong)
