@@ -196,9 +196,6 @@ LARGE_CLASSES = {
         "cosched.engine.kv.KvManager": 23,
         "cosched.schedule.ledger.Ledger": 20,
     },
-    "sums over the subtree are kept at each node, so that planning reads no subtree": {
-        "cosched.memory.node.KvNode": 19,
-    },
     "buffers that CUDA graphs have captured keep their addresses": {
         "cosched.engine.port.shared_prefix.SharedPrefixes": 18,
     },

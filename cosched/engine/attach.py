@@ -39,7 +39,7 @@ from cosched.engine.service import ServiceRecord
 from cosched.engine.startup import describe
 from cosched.engine.state import Log
 from cosched.engine.storage import StorageReads
-from cosched.engine.support import resolved_arguments, why_sglang_evicts
+from cosched.engine.support import chooses_evictions
 from cosched.engine.timekeeper import Timekeeper
 from cosched.engine.tracked import TrackedRequest
 from cosched.engine.tree_core import can_watch
@@ -277,9 +277,7 @@ def _has_baseline(caps: EngineCaps) -> bool:
 
 def _evicts(scheduler: Any, config: Config) -> bool:
     """Whether cosched chooses what is evicted."""
-    if not config.named_kv().is_ours:
-        return False
-    if why_sglang_evicts(resolved_arguments(scheduler.server_args), config) is not None:
+    if not chooses_evictions(scheduler.server_args, config):
         return False  # `describe` says so
     if not can_watch(scheduler):
         logger.warning(

@@ -356,7 +356,7 @@ class Controller:
 
     def _evicted(self, plan: Plan, running_batch: Any) -> Sequence[Eviction] | None:
         """What is evicted for a plan on all ranks; None: the engine's order holds."""
-        if self.kv is None or self.kv.core.is_off:
+        if self.kv is None:
             return None
         page = self.caps.page_size
         need = sum(self.caps.ceil_to_page(n) + page for n in plan.prefill.values())

@@ -1,32 +1,39 @@
 """KV memory of a scheduler: eviction order, cost of evictions, online reservation, host memory.
 
-`KvManager` connects `cosched.memory` to an engine: the mirror of SGLang's radix tree, the pool of
-waiting requests, the reuse learned from past requests, and the costs of the predictor.
+`KvManager` connects `cosched.memory` to an engine: SGLang's radix tree, the pool of waiting
+requests, the reuse learned from past requests, and the costs of the predictor.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import os
+from array import array
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
+
+from sglang.srt.environ import envs
+from sglang.srt.mem_cache.unified_cache.tree_core_registry import register_tree_core_backend
+from sglang.srt.runtime_context import get_memory
 
 from cosched.core.estimates import Predictor
 from cosched.core.request import RequestClass
 from cosched.engine import port
-from cosched.engine.host_core import HostedTreeCore, RankedHostedTreeCore
+from cosched.engine.host_core import HostedTreeCore
+from cosched.engine.kv_readers import KvReaders
 from cosched.engine.port import bidirectional
 from cosched.engine.running import own_tokens
 from cosched.engine.tracked import TrackedRequest
-from cosched.engine.tree_core import RankedTreeCore, WatchedTreeCore, place_of, tokens_at
+from cosched.engine.tree_core import KvTreeCore
 from cosched.memory.config import KvConfig
 from cosched.memory.demand import OnlineDemand
 from cosched.memory.eviction import ORDERS, CopyOrder, Eviction, LeastRecentlyUsed, Leaves
 from cosched.memory.node import KvNode, Visit
 from cosched.memory.occupancy import HostOccupancy, KvOccupancy, UseCount, dealt
 from cosched.memory.reuse import ReuseModel, block_hashes
-from cosched.memory.tree import KvTree
 from cosched.memory.value import KvValue, RecomputeCosts
 from cosched.pool.pool import OfflinePool
 from cosched.pool.radix import Shared, pack
@@ -51,6 +58,31 @@ def transfer_s_of(scheduler: Any, bandwidth_gb_s: float) -> float:
         return math.inf
     pool = scheduler.tree_cache.cache_controller.mem_pool_host
     return float(pool.size_per_token) / (bandwidth_gb_s * 1e9)
+
+
+def _make_tree_core(params: Any, components: Any) -> KvTreeCore:
+    kind = HostedTreeCore if get_memory().enable_hierarchical_cache else KvTreeCore
+    return kind(params, components)
+
+
+_BACKEND = "cosched"
+"""Name of this tree core in SGLang's registry."""
+
+register_tree_core_backend(_BACKEND, _make_tree_core)
+
+
+@contextmanager
+def with_tree_core() -> Iterator[None]:
+    """A scheduler that is built meanwhile gets a tree whose order of eviction can be chosen."""
+    variable = envs.SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND
+    before = os.environ.get(variable.name)
+    variable.set(_BACKEND)
+    try:
+        yield
+    finally:
+        variable.clear()
+        if before is not None:
+            variable.set(before)
 
 
 class _Loading(NamedTuple):
@@ -114,18 +146,17 @@ class KvManager:
         if scheduler.enable_hierarchical_cache:
             order = LeastRecentlyUsed() if self._is_ranked else CopyOrder(value)
             self.copies = Leaves(order, value, slot="host_rank")
-        self.kv_tree = KvTree(
-            page_size=scheduler.page_size,
-            leaves=self.leaves,
-            copies=self.copies,
-            future=self._future,
-        )
-        self.core = self._wrap(scheduler.tree_cache)
+        self.core: KvTreeCore = scheduler.tree_cache.tree_core
+        self.readers = KvReaders(scheduler.page_size, self._future, self.core.changed)
+        if self.copies is not None:
+            assert isinstance(self.core, HostedTreeCore)
+            self.core.use_host(self.copies, partial(port.host_free, scheduler))
+        self.core.watch(scheduler.tree_cache, self.leaves, self.readers, is_given=self._is_ranked)
         self._num_ahead = min(
             _CHUNKS_AHEAD * (scheduler.chunked_prefill_size or scheduler.max_prefill_tokens),
             int(_MAX_AHEAD * port.kv_total(scheduler)),
         )
-        self._uses = UseCount(self.kv_tree, value)
+        self._uses = UseCount(self.core, value)
         self.demand = OnlineDemand(window_s=config.window_s, deviations=config.deviations)
         self._used_before = 0
         """Tokens evicted since the start, less the free ones, at the latest `_write_ahead`."""
@@ -139,21 +170,6 @@ class KvManager:
         self._device_turnover = _Turnover()
         self._host_turnover = _Turnover()
 
-    def _wrap(self, cache: Any) -> WatchedTreeCore:
-        """Take the place of the cache's tree core."""
-        watched = cache.tree_core, self.kv_tree, self.leaves
-        core: WatchedTreeCore
-        if self.copies is not None:
-            hosted = RankedHostedTreeCore if self._is_ranked else HostedTreeCore
-            core = hosted(*watched, self.copies, partial(port.host_free, self._scheduler))
-        elif self._is_ranked:
-            core = RankedTreeCore(*watched)
-        else:
-            core = WatchedTreeCore(*watched)
-        core.beside = next(iter(cache.tree_components[1:]), None)
-        core.watch(cache)
-        return core
-
     # --- Requests come and go ---
 
     def arrived(self, tracked: TrackedRequest, now_s: float) -> None:
@@ -164,22 +180,17 @@ class KvManager:
 
     def online_waits(self, tracked: TrackedRequest) -> None:
         """An online request waits: it is new, or was preempted."""
-        ids = port.token_ids(tracked.req)
-        if self._is_known(tracked, ids):
-            namespace, packed = self._place(tracked, ids)
-            self.kv_tree.expect(tracked, namespace, packed(0, len(ids)))
+        if self.may_have(tracked):
+            self.readers.expect(tracked, self.core.root_node, self._key(tracked))
 
     def online_waits_no_more(self, tracked: TrackedRequest) -> None:
         """It is admitted, or has ended."""
-        self.kv_tree.no_longer_expect(tracked)
+        self.readers.no_longer_expect(tracked)
 
     def waits(self, tracked: TrackedRequest, *, by: int) -> None:
         """An offline request waits (1), or waits no longer (-1)."""
-        if isinstance(self._pool(), TenantPool):
-            ids = port.token_ids(tracked.req)
-            if self._is_known(tracked, ids):
-                namespace, packed = self._place(tracked, ids)
-                self.kv_tree.refer(namespace, packed(0, len(ids)), by)
+        if isinstance(self._pool(), TenantPool) and self.may_have(tracked):
+            self.readers.refer(self.core.root_node, self._key(tracked), by)
 
     def ended(self, tracked: TrackedRequest) -> None:
         """A request has ended; its memory is released before the next plan."""
@@ -188,34 +199,20 @@ class KvManager:
 
     def path_of(self, tracked: TrackedRequest) -> Iterator[KvNode]:
         """What an admitted request uses of the tree, from its end upwards."""
-        node = None if self.core.is_off else self.kv_tree.nodes.get(port.last_node(tracked.req))
+        node = self.core.nodes.get(port.last_node(tracked.req))
         return iter(()) if node is None else node.upwards()
 
     def forget_waiting(self) -> None:
         """The pool no longer reports which requests wait."""
-        for node in self.kv_tree.nodes.values():
+        for node in self.core.nodes.values():
             node.passing, node.stops = 0, {}
 
-    def _future(self, packed: bytes, namespace: Hashable) -> Sequence[Shared]:
+    def _future(self, ids: array[int], namespace: Hashable) -> Sequence[Shared]:
         pool = self._pool()
-        if not isinstance(pool, TenantPool):
-            return ()
-        assert isinstance(namespace, tuple)
-        prefix_key, tokens = tokens_at(namespace, packed)
-        found = pool.future_references(tokens, prefix_key)
-        if not self.core.in_pairs:
-            return found
-        return [Shared(one.prefix_len - 1, one.num_requests) for one in found if one.prefix_len > 1]
+        return pool.future_references(pack(ids), namespace) if isinstance(pool, TenantPool) else ()
 
-    def _place(self, tracked: TrackedRequest, ids: Sequence[int]) -> Any:
-        prefix_key = tracked.prefix_key
-        assert isinstance(prefix_key, tuple)
-        return place_of(prefix_key, ids, in_pairs=self.core.in_pairs)
-
-    def _is_known(self, tracked: TrackedRequest, ids: Sequence[int]) -> bool:
-        """Whether the tree holds the first page of a request."""
-        namespace, packed = self._place(tracked, ids)
-        return self.kv_tree.knows(namespace, packed(0, self._scheduler.page_size))
+    def _key(self, tracked: TrackedRequest) -> Any:
+        return port.tree_key(tracked.req, in_pairs=self.core.is_eagle)
 
     # --- Between two plans ---
 
@@ -233,10 +230,10 @@ class KvManager:
         self._num_plans += 1
         if not self._num_plans % _PLANS_PER_REFRESH:  # in small steps: no plan takes long
             self.costs.refresh(predictor, num_steps=_REFRESHED_DEPTHS)
-        host_s = self._host_turnover.seconds(self.kv_tree.num_on_host)
+        host_s = self._host_turnover.seconds(self._num_on_host)
         self.reuse.refresh(
             now_s,
-            discount_s=self._device_turnover.seconds(self.kv_tree.num_evictable),
+            discount_s=self._device_turnover.seconds(self.core.num_evictable),
             host_discount_s=None if self.copies is None else host_s,
             num_kinds=1,
         )
@@ -264,7 +261,7 @@ class KvManager:
         for tracked, state in before.items():
             if isinstance(state, _Loading) and core.is_restoring(state.node_id):
                 self._restoring[tracked] = state
-        if not self.kv_tree.num_on_host or core.is_off:
+        if not self._num_on_host:
             return
         oldest = list(itertools.islice(self._online, _MAX_RESTORING))
         self._not_on_host.intersection_update(oldest)
@@ -286,7 +283,7 @@ class KvManager:
             return None
         need = num_host + len(port.token_ids(tracked.req)) - found.num_tokens
         free = port.kv_free(scheduler)
-        headroom = free + self.kv_tree.num_evictable + core.num_writing
+        headroom = free + self.core.num_evictable + core.num_writing
         if need > headroom - _MIN_LEFT * port.kv_total(scheduler):
             return None
         num_plans = before.num_plans + 1 if isinstance(before, _MakingRoom) else 0
@@ -313,19 +310,14 @@ class KvManager:
     def may_have(self, tracked: TrackedRequest) -> bool:
         """False if no KV of a waiting request is in the tree, on the device or on the host. O(1),
         and much cheaper than a lookup."""
-        return self.core.is_off or self._is_known(tracked, port.token_ids(tracked.req))
+        return self.core.has_first_page(self._key(tracked))
 
     def num_on_host(self, tracked: TrackedRequest, node_id: int, num_device: int) -> int:
         """Tokens of a waiting request that admission would load from host memory. They follow
         those that are on the device, which end with this node. Changes nothing."""
-        if self.copies is None or self.core.is_off:
+        if not isinstance(self.core, HostedTreeCore):
             return 0
-        found = self.kv_tree.num_host_behind(
-            tracked.prefix_key,
-            node_id,
-            num_device,
-            lambda: pack(port.lookup_key(tracked.req).raw_token_ids()),
-        )
+        found = self.core.num_on_host(port.lookup_key(tracked.req), node_id, num_device)
         return found if found >= self._scheduler.tree_cache.load_back_threshold else 0
 
     def _leave(self, tracked: TrackedRequest, now_s: float) -> None:
@@ -340,7 +332,7 @@ class KvManager:
         )
         tracked.kv_hashes = ()
         visit = Visit(kind, now_s, num_tokens, ttft_s)
-        self.kv_tree.left(tracked.req.last_node, visit)
+        self.core.left(tracked.req.last_node, visit)
 
     def _learn(self, now_s: float, num_own: int) -> None:
         elapsed_s = now_s - self._learnt_s
@@ -352,15 +344,20 @@ class KvManager:
     def _online_tokens(self, num_own: int) -> int:
         """Held by online requests, and needed by those that are expected to continue. num_own:
         those that they hold outside the tree."""
-        held = num_own + self.kv_tree.num_held_online
+        held = num_own + self.core.num_held_online
         if self.config.reservation == "echo":
             return held
         expected = self.reuse.expected_tokens()
         # KV in host memory needs no place on the device until it is used again. It counts by the
         # time of loading it, relative to the time of computing it.
-        on_host = 0 if self.core.is_off else min(expected, port.host_total(self._scheduler))
+        on_host = min(expected, port.host_total(self._scheduler))
         expected -= on_host * (1.0 - self.leaves.value.loading_share)
         return held + round(expected)
+
+    @property
+    def _num_on_host(self) -> int:
+        """Tokens of all copies in host memory."""
+        return port.host_total(self._scheduler) - port.host_free(self._scheduler)
 
     def _own_tokens(self) -> Mapping[RequestClass, int]:
         """Tokens that requests under way hold outside the tree."""
@@ -377,7 +374,7 @@ class KvManager:
         """What the memory is used for now. What unused KV in a large tree is good for is as old as
         the latest count."""
         self._uses.look(self.leaves.now_s)
-        own, mirror, scheduler = self._own_tokens(), self.kv_tree, self._scheduler
+        own, core, scheduler = self._own_tokens(), self.core, self._scheduler
         evicted, (saved, parted) = self.core.evicted, bidirectional.savings(scheduler)
         host = None
         if isinstance(self.core, HostedTreeCore):
@@ -391,9 +388,9 @@ class KvManager:
             )
         return KvOccupancy(
             free=port.kv_free(scheduler),
-            running_online=mirror.num_held_online + own[RequestClass.ONLINE],
-            running_offline=mirror.num_held_offline + own[RequestClass.OFFLINE],
-            **dealt(mirror.num_evictable, self._uses.on_device, "returning", "referenced"),
+            running_online=core.num_held_online + own[RequestClass.ONLINE],
+            running_offline=core.num_held_offline + own[RequestClass.OFFLINE],
+            **dealt(core.num_evictable, self._uses.on_device, "returning", "referenced"),
             kept=self.online_reservation,
             evicted_online=evicted["online"],
             evicted_offline=evicted["offline"],
@@ -401,7 +398,6 @@ class KvManager:
             evicted_returning=evicted["returning"],
             saved=saved,
             parted=parted,
-            is_watched=not self.core.is_off,
             host=host,
         )
 
@@ -413,7 +409,6 @@ class KvManager:
 
     def give(self, evictions: Sequence[Eviction] | None) -> None:
         """What is evicted until the next plan; None: SGLang's order is used."""
-        assert isinstance(self.core, RankedTreeCore), f"{type(self.core)=}"
         self.core.give(evictions)
 
     # --- What a view asks ---

@@ -19,7 +19,7 @@ from cosched.engine import port
 from cosched.engine.lengths import Lengths
 from cosched.engine.running import NONE, RequestColumn, Running, RunningRows, taken_by_guests
 from cosched.engine.tracked import TrackedRequest
-from cosched.memory.tree import KvTree
+from cosched.engine.tree_core import KvTreeCore
 from cosched.predict.lengths import NUM_ENDS
 
 _NUM_COLUMNS = RequestColumn.ENDS + NUM_ENDS
@@ -234,7 +234,7 @@ class RunningTable:
         self,
         running: Running,
         *,
-        kv_tree: KvTree | None,
+        kv_tree: KvTreeCore | None,
         gain_of: Callable[[TrackedRequest], int],
     ) -> Outlook:
         """Of `View.outlook`. kv_tree: knows what of the tree each request alone holds; None:

@@ -167,6 +167,13 @@ def why_sglang_evicts(resolved: Any, config: Config) -> str | None:
     return None
 
 
+def chooses_evictions(server_args: Any, config: Config) -> bool:
+    """Whether cosched chooses what KV is evicted in a scheduler with these arguments."""
+    return config.named_kv().is_ours and (
+        why_sglang_evicts(resolved_arguments(server_args), config) is None
+    )
+
+
 def _refused(server_args: Any, resolved: Any, config: Config) -> Iterator[str]:
     decodes = resolved.disaggregation_mode == "decode"
     for name, expected, why in REFUSED_ARGUMENTS:

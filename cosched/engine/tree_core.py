@@ -1,34 +1,27 @@
 """SGLang's radix tree with cosched's eviction order.
 
 SGLang evicts in steps (`UnifiedRadixCache._evict_components`): start, next node, evict this leaf,
-end. Its tree core chooses the next node by an order that knows neither classes nor waiting
-requests. A `WatchedTreeCore` wraps the core, passes every call on, mirrors the tree in a `KvTree`,
-and answers "next node" from that mirror. The default core is written in Rust and panics for good if
-it is asked to evict anything but an evictable leaf. Therefore the mirror follows every lock and
-split, and its number of evictable tokens is compared with the core's before each eviction. If they
-differ, or if a step of the mirror fails, SGLang's own order is used until the server is restarted.
-
-With EAGLE the keys of the engine's tree are pairs of neighbouring tokens. The mirror stores the
-second token of each pair, and the first token of all as part of the namespace (`place_of`).
+end. `KvTreeCore` is SGLang's tree core in Python and answers "next node" itself. What cosched knows
+beside hangs on SGLang's nodes (`TreeNode`), and what can be evicted is SGLang's own set of leaves:
+there is one tree. SGLang makes the core by name (`BACKEND`) where `evicting` says so; without
+`KvTreeCore.watch` its order is SGLang's.
 
 Where the tree also has checkpoints of states or the KV of sliding windows, SGLang evicts these by
 its LRU order, and a leaf with its own. KV is evicted in cosched's order: first what no checkpoint,
 or no window, makes reusable any more. Host memory: `cosched.engine.host_core`.
+
+Costs: *depth* is the number of nodes from the root to a node; a node is one prefill chunk.
 """
 
 from __future__ import annotations
 
-import logging
-from array import array
+import itertools
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, cast
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-import numpy as np
-from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
-from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore, UnifiedTreeNode
 from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import (
     EvictDeviceNextNodeResult,
 )
@@ -36,14 +29,12 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from cosched.core.request import RequestClass
 from cosched.core.wire import class_of_priority
-from cosched.engine import port
+from cosched.engine.kv_readers import KvReaders
 from cosched.memory.eviction import Eviction, Leaves
-from cosched.memory.node import KvNode
+from cosched.memory.node import KvNode, Visit
 from cosched.memory.occupancy import LIKELY
-from cosched.memory.tree import KvTree
-from cosched.pool.radix import pack
 
-logger = logging.getLogger(__name__)
+FULL = ComponentType.FULL
 
 _LEAST_TAIL = 256
 """Fewest tokens that a node is split for, and fewest that are left of it."""
@@ -52,10 +43,6 @@ _BESIDE = (ComponentType.MAMBA, ComponentType.SWA)
 """Kinds of memory of which a tree may manage one beside the KV: checkpoints of states, and the KV
 of sliding windows."""
 
-_OWN = frozenset({"beside", "evicted", "in_pairs", "is_off", "transferred"})
-"""Public attributes of the wrapper. Private ones are its own too; SGLang sets public ones of the
-core."""
-
 
 def can_watch(scheduler: Any) -> bool:
     """Whether cosched knows the radix tree of this scheduler. `cosched.engine.support` has already
@@ -63,136 +50,103 @@ def can_watch(scheduler: Any) -> bool:
     tree = scheduler.tree_cache
     return (
         type(tree) is UnifiedRadixCache
+        and isinstance(tree.tree_core, KvTreeCore)
         and not tree.disable
-        and tree.tree_components[0] == ComponentType.FULL
+        and tree.tree_components[0] == FULL
         and tuple(tree.tree_components[1:]) in ((), *((kind,) for kind in _BESIDE))
     )
 
 
-class WatchedTreeCore:
-    """Takes the place of ``UnifiedRadixCache.tree_core``. See the docstring of the module.
+class TreeNode(KvNode, UnifiedTreeNode):  # type: ignore[misc]  # SGLang has no types
+    """A node of SGLang's tree."""
 
-    beside   the kind of memory that its nodes have beside the KV (`_BESIDE`); None: none
-    in_pairs the engine's keys are pairs of tokens
-    is_off   SGLang's own order is used, because the mirror was wrong
-    evicted  tokens evicted since the start: ``all``, and by the uses of `KvOccupancy`
+    is_linked = False
+
+    @property
+    def node_id(self) -> int:
+        return int(self.id)
+
+    @property
+    def on_device(self) -> bool:
+        return self.component_data[FULL].value is not None
+
+    @property
+    def on_host(self) -> bool:
+        return self.component_data[FULL].host_value is not None
+
+    @property
+    def num_holds(self) -> int:
+        return int(self.component_data[FULL].lock_ref)
+
+    @property
+    def num_below(self) -> int:
+        return sum([child.on_device for child in self.children.values()])
+
+
+class OrderedLeaves(set[TreeNode]):
+    """SGLang's set of the nodes that can be evicted, which tells an order of what changes."""
+
+    def __init__(self, order: Leaves, copies: Leaves | None = None) -> None:
+        """copies: the order of copies in host memory, which depends on this set too"""
+        super().__init__()
+        self._order = order
+        self._copies = copies
+
+    def add(self, node: TreeNode) -> None:
+        if node not in self:
+            super().add(node)
+            self._order.add(node)
+            if self._copies is not None:
+                self._copies.changed(node)
+
+    def discard(self, node: TreeNode) -> None:  # type: ignore[override]  # never another object
+        if node in self:
+            super().discard(node)
+            self._order.discard(node)
+            if self._copies is not None:
+                self._copies.changed(node)
+
+
+class KvTreeCore(UnifiedTreeCore):  # type: ignore[misc]  # SGLang has no types
+    """See the docstring of the module.
+
+    num_held_online  tokens of nodes that are locked, and that an online request has used
+    num_shifts       times that `gains_of_release` of a lock that stays may have changed
+    evicted          tokens evicted since the start: ``all``, and by the uses of `KvOccupancy`
     """
 
-    def __init__(self, core: Any, tree: KvTree, leaves: Leaves) -> None:
-        self._core = core
-        self._tree = tree
-        self._leaves = leaves
-        self._insert: Any = None
+    def __init__(self, params: Any, components: Mapping[ComponentType, Any]) -> None:
+        self._leaves: Leaves | None = None
+        self._readers: KvReaders | None = None
+        self._ids = itertools.count()
+        self._cut: TreeNode | None = None
+        """The node that is being split."""
+        self._useless: list[TreeNode] = []
+        """Nodes that may be leaves without a checkpoint, or without a window."""
+        self._given: deque[Eviction] | None = None
+        self._is_given = False
+        self._is_by_sglang = True
+        """The eviction of KV under way is in SGLang's order."""
         self._quota = 0
         self._wanted: int | None = None
-        self.beside: ComponentType | None = None
-        self._useless: list[int] = []
-        """Nodes that may be leaves without a checkpoint, or without a window."""
-        self.in_pairs = bool(core.is_eagle)
-        self.is_off = False
+        self.num_uses = self.num_shifts = self.num_held_online = 0
         self.evicted: Counter[str] = Counter()
+        super().__init__(params, components)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._core, name)
+    def watch(self, cache: Any, leaves: Leaves, readers: KvReaders, *, is_given: bool) -> None:
+        """Evict in this order from now on. The size of each allocation is noted, because the steps
+        of an eviction do not say how few tokens are enough.
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in _OWN or name.startswith("_"):
-            object.__setattr__(self, name, value)
-        else:
-            setattr(self._core, name, value)
-
-    @contextmanager
-    def _mirroring(self, problem: str) -> Iterator[None]:
-        """A step of the mirror. If it fails, SGLang's eviction order is used from now on."""
-        try:
-            yield
-        except Exception as error:
-            self._switch_off(f"{problem}: {error!r}")
-
-    def _switch_off(self, why: str) -> None:
-        logger.error(
-            "cosched: %s; SGLang's own eviction order is used until the server is restarted", why
-        )
-        self.is_off = True
-
-    # --- What changes the tree ---
-
-    def reset(self) -> None:
-        self._core.reset()
-        self._tree.reset()
-
-    def match_prefix(self, params: Any) -> Any:
-        result = self._core.match_prefix(params)
-        is_online = None if params.req is None else _is_online(params.req.priority)
-        if self.beside is not None:  # it may have split a node behind what can be reused
-            self._follow(params.key, self._core.match_full_device_prefix(params.key)[1], None)
-        self._follow(params.key, self._end_of(result), is_online)
-        return result
-
-    def _end_of(self, match: Any) -> int:
-        """The last node of a match."""
-        return int(match.last_device_node)
-
-    def begin_insert(self, params: Any) -> Any:
-        self._insert = params
-        return self._inserted(self._core.begin_insert(params))
-
-    def resume_insert(self) -> Any:
-        return self._inserted(self._core.resume_insert())
-
-    def _inserted(self, step: Any) -> Any:
-        if step.result is not None:
-            params, self._insert = self._insert, None
-            # Without new tokens SGLang only splits a node at the end of the prompt, with a
-            # priority that is not the request's.
-            is_use = params.prev_prefix_len < len(params.key)
-            is_online = _is_online(params.priority) if is_use else None
-            self._follow(params.key, step.result.last_device_node, is_online, is_inserted=True)
-        return step
-
-    def _follow(
-        self, key: Any, node_id: int, is_online: bool | None, *, is_inserted: bool = False
-    ) -> None:
-        if self.is_off:
-            return
-        with self._mirroring("a node is not where it should be"):
-            path = port.path_of(self._core, node_id)
-            namespace, packed = place_of(
-                (key.extra_key, key.cache_salt), key.raw_token_ids(), in_pairs=self.in_pairs
-            )
-            self._tree.settle(namespace, path, packed, is_online=is_online, is_inserted=is_inserted)
-
-    def inc_lock_ref(self, node_id: int, skipped: Sequence[Any] = ()) -> Any:
-        result = self._core.inc_lock_ref(node_id, skipped)
-        if ComponentType.FULL not in skipped:
-            self._tree.hold(node_id)
-        return result
-
-    def dec_lock_ref(self, node_id: int, params: Any, *args: Any) -> Any:
-        result = self._core.dec_lock_ref(node_id, params, *args)
-        if ComponentType.FULL not in params.skipped_lock_components:
-            self._release(node_id)
-        return result
-
-    def inc_full_pin(self, node_id: int) -> None:
-        self._core.inc_full_pin(node_id)
-        self._tree.hold(node_id)
-
-    def dec_full_pin(self, node_id: int) -> None:
-        self._core.dec_full_pin(node_id)
-        self._release(node_id)
-
-    def _release(self, node_id: int) -> None:
-        if not self.is_off:
-            with self._mirroring("a lock was released that was not taken"):
-                self._tree.release(node_id)
-
-    # --- Eviction ---
-
-    def watch(self, cache: Any) -> None:
-        """Take the place of a cache's tree core. The size of each allocation is noted, because the
-        steps of an eviction do not say how few tokens are enough."""
-        cache.tree_core = self
+        is_given: this is one of several tensor-parallel ranks, which must evict the same nodes. The
+            order depends on clocks, learned values and waiting requests, which only rank 0 knows,
+            so rank 0 sends a list of nodes with each plan (`cosched.engine.ranks`), and every rank
+            evicts the first node of it that is a leaf. Trees that get the same operations number
+            their nodes alike. Without a list, or after its end, SGLang's own order is used, which
+            is the same on all ranks.
+        """
+        assert len(self.nodes) == 1, "no request has come yet"
+        self._leaves, self._readers, self._is_given = leaves, readers, is_given
+        self.evictable_device_leaves = self._ordered_leaves()
         original = cache.evict_for_alloc
 
         def evict_for_alloc(params: Any, **kwargs: Any) -> Any:
@@ -204,165 +158,274 @@ class WatchedTreeCore:
 
         cache.evict_for_alloc = evict_for_alloc
 
-    def _agrees(self) -> bool:
-        """Whether the mirror is right. If it is not, it is switched off."""
-        if not self.is_off and self._tree.num_evictable != self._core.full_evictable_size():
-            self._switch_off(
-                f"{self._tree.num_evictable} tokens are evictable by its own count, "
-                f"{self._core.full_evictable_size()} by the engine's"
-            )
-        return not self.is_off
+    def _ordered_leaves(self) -> OrderedLeaves:
+        assert self._leaves is not None
+        return OrderedLeaves(self._leaves)
 
-    def evict_device_start(self, component_type: Any, request_cnt: int) -> None:
-        if component_type != ComponentType.FULL:
-            self._core.evict_device_start(component_type, request_cnt)
-        else:
-            self._start(request_cnt)
+    # --- The tree ---
 
-    def _start(self, request_cnt: int) -> None:
-        self._quota = request_cnt
-        if not self._agrees():
-            self._core.evict_device_start(ComponentType.FULL, request_cnt)
+    @property
+    def nodes(self) -> Mapping[int, TreeNode]:
+        """All, by number, with the root."""
+        nodes: dict[int, TreeNode] = self._node_arena
+        return nodes
 
-    def evict_device_next_node(self, component_type: Any, tracker: Any) -> Any:
-        if component_type == ComponentType.FULL and not self._is_by_engine():
-            return self._next_node(tracker, tracker[component_type])
-        return self._core.evict_device_next_node(component_type, tracker)
+    @property
+    def _beside(self) -> ComponentType | None:
+        """The kind of memory that its nodes have beside the KV (`_BESIDE`); None: none."""
+        return next(iter(self.component_types[1:]), None)
 
-    def _next_node(self, tracker: Any, num_evicted: int) -> Any:
-        node = self._useless_leaf() or self._leaves.first() if num_evicted < self._quota else None
-        if node is None:
-            return EvictDeviceNextNodeResult()
-        assert node.rank is not None
-        return self._evict(node, num_evicted, keeps_head=node.rank[0] > 0)
+    @property
+    def num_evictable(self) -> int:
+        """Tokens on the device that are not locked."""
+        return int(self.component_evictable_size_[FULL])
 
-    def _useless_leaf(self) -> KvNode | None:
-        """One without what makes it reusable: no request will find it."""
-        while self._useless:
-            node = self._tree.nodes.get(self._useless.pop())
-            if node is not None and node.is_leaf and not self._is_reusable(node):
-                return node
-        return None
+    @property
+    def num_held_offline(self) -> int:
+        """Tokens of nodes that are locked, and that no online request has used."""
+        return int(self.component_protected_size_[FULL]) - self.num_held_online
 
-    def _is_reusable(self, node: KvNode) -> bool:
-        return self._core.get_component_device_value(node.node_id, self.beside) is not None
+    def reset(self) -> None:
+        super().reset()
+        self.root_node.is_linked = True
+        self.num_held_online = 0
+        self.num_shifts += 1
+        self._useless.clear()
+        if self._leaves is not None and self._readers is not None:
+            self._leaves.clear()
+            self._readers.reset()
+            self.evictable_device_leaves = self._ordered_leaves()
 
-    def _evict(self, node: KvNode, num_evicted: int, *, keeps_head: bool) -> Any:
-        if keeps_head and self.beside is None:
-            wanted = self._quota if self._wanted is None else self._wanted
-            self._keep_head(node, wanted - num_evicted)
-        return EvictDeviceNextNodeResult(node_id=node.node_id, made_progress=True)
+    def _new_node(self, priority: int = 0) -> TreeNode:
+        node = TreeNode(self.component_types, priority=priority)
+        node.id = next(self._ids)  # SGLang's numbers are those of all trees of the process
+        self._register_node(node)
+        return node
 
-    def _keep_head(self, node: KvNode, wanted: int) -> None:
-        """Split a leaf that may be reused, so that only its tail is evicted (BROS §5.2 on a radix
-        tree). The tail keeps the node's id."""
-        num_left = node.num_tokens - max(wanted, _LEAST_TAIL)
-        num_left -= num_left % self._core.page_size
-        if num_left >= _LEAST_TAIL:
-            # Looking up the head splits the node where the head ends.
-            self.match_prefix(MatchPrefixParams(key=_key(*node.head(num_left))))
+    def _update_evictable_leaf_sets(self, node: TreeNode) -> None:
+        if not node.is_linked:
+            self._link(node)
+        super()._update_evictable_leaf_sets(node)
 
-    def evict_device_leaf(self, node_id: int, is_write_back: bool) -> Any:
-        result = self._core.evict_device_leaf(node_id, is_write_back)
-        num_tokens = result.tracker[ComponentType.FULL]
-        self.evicted["all"] += num_tokens
-        if not self.is_off:
-            with self._mirroring("an evicted node was not a leaf"):
-                node = self._tree.nodes[node_id]
-                self._count(node, num_tokens)
-                self._tree.evicted(node_id)
-                if self.beside is not None and node.parent is not None:
-                    self._useless.append(node.parent.node_id)
+    def _link(self, node: TreeNode) -> None:
+        """It is new in the tree."""
+        node.is_linked = True
+        node.num_tokens = len(node.key)
+        if self._cut is not None:
+            node.cut_off(self._cut)
+            return
+        assert node.parent is not None
+        node.start = node.parent.end
+        if self._readers is not None:
+            self._readers.added(node)
+
+    def _split_node(self, key: Any, child: TreeNode, split_len: int) -> Any:
+        self._cut = child
+        try:
+            result = super()._split_node(key, child, split_len)
+        finally:
+            self._cut = None
+        self.changed(child)
         return result
 
-    def _count(self, node: KvNode, num_tokens: int) -> None:
-        evicted = self.evicted
+    def _unregister_node(self, node: TreeNode) -> None:
+        super()._unregister_node(node)
+        if self._leaves is not None and self._readers is not None:
+            self._readers.removed(node)
+            self._count(node, self._leaves)
+
+    def _count(self, node: TreeNode, leaves: Leaves) -> None:
+        """It is evicted."""
+        evicted, num_tokens = self.evicted, node.num_tokens
         evicted["online" if node.is_online else "offline"] += num_tokens
         if node.references:
             evicted["referenced"] += num_tokens
-        if self._leaves.value.chance_of_reuse(node, self._leaves.now_s) >= LIKELY:
+        if leaves.value.chance_of_reuse(node, leaves.now_s) >= LIKELY:
             evicted["returning"] += num_tokens
 
-    def evict_device_end(self, component_type: Any) -> None:
-        if component_type != ComponentType.FULL or self._is_by_engine():
-            self._core.evict_device_end(component_type)
+    def has_first_page(self, key: Any) -> bool:
+        """Something begins with the first page of a key. O(1)."""
+        page_size = self.page_size
+        return len(key) >= page_size and key.child_key(page_size) in self.root_node.children
 
-    def _is_by_engine(self) -> bool:
-        """Whether the eviction of KV under way is in SGLang's order."""
-        return self.is_off
+    def changed(self, node: KvNode) -> None:
+        """Something is known about it that its place may depend on."""
+        if self._leaves is not None:
+            self._leaves.changed(node)
 
+    # --- Uses ---
 
-class RankedTreeCore(WatchedTreeCore):
-    """One of several tensor-parallel ranks. Each has a tree, and all must evict the same nodes.
+    def match_prefix(self, params: Any) -> Any:
+        result = super().match_prefix(params)
+        if params.req is not None:
+            self._use(result.best_match_node, params.req.priority)
+        return result
 
-    The order depends on clocks, learned values and waiting requests, which only rank 0 knows. Rank
-    0 sends a list of nodes with each plan (`cosched.engine.ranks`), and every rank evicts the first
-    node of it that is a leaf. Trees that get the same operations number their nodes alike. Without
-    a list, or after its end, SGLang's own order is used, which is the same on all ranks.
-    """
+    def begin_insert(self, params: Any) -> Any:
+        return self._inserted(params, super().begin_insert(params))
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._given: deque[Eviction] | None = None
-        self._by_engine = True
+    def resume_insert(self) -> Any:
+        params = self._ongoing_insert_walk_state.params
+        return self._inserted(params, super().resume_insert())
+
+    def _inserted(self, params: Any, step: Any) -> Any:
+        # Without new tokens SGLang only splits a node at the end of the prompt, with a priority
+        # that is not the request's.
+        if step.result is not None and params.prev_prefix_len < len(params.key):
+            self._use(step.result.last_device_node, params.priority)
+        return step
+
+    def _use(self, node_id: int, priority: int | None) -> None:
+        is_online = class_of_priority(priority) is RequestClass.ONLINE
+        self.num_uses += 1
+        for node in self.nodes[node_id].upwards():
+            node.last_use = self.num_uses
+            if is_online and not node.is_online:
+                node.is_online = True
+                if node.num_holds and node.on_device:
+                    self.num_held_online += node.num_tokens
+            self.changed(node)
+
+    def left(self, node_id: int, visit: Visit) -> None:
+        """An online request that ended at this node has gone. O(depth)."""
+        if node_id in self.nodes:
+            for node in self.nodes[node_id].upwards():
+                node.visit = visit
+                self.changed(node)
+
+    # --- Locks ---
+
+    def inc_lock_ref(self, node_id: int, skip_lock_components: Sequence[Any] = ()) -> Any:
+        result = super().inc_lock_ref(node_id, skip_lock_components)
+        if FULL not in skip_lock_components:
+            self._lock_changed(node_id, 1)
+        return result
+
+    def dec_lock_ref(self, node_id: int, params: Any, skip_swa: bool = False) -> Any:
+        result = super().dec_lock_ref(node_id, params, skip_swa)
+        if FULL not in params.skipped_lock_components:
+            self._lock_changed(node_id, -1)
+        return result
+
+    def inc_full_pin(self, node_id: int) -> None:
+        super().inc_full_pin(node_id)
+        self._lock_changed(node_id, 1)
+
+    def dec_full_pin(self, node_id: int) -> None:
+        super().dec_full_pin(node_id)
+        self._lock_changed(node_id, -1)
+
+    def _lock_changed(self, node_id: int, by: int) -> None:
+        """O(nodes above it with few locks): what is above a node has as many locks or more."""
+        first, second = (1, 2) if by > 0 else (0, 1)
+        for node in self.nodes[node_id].upwards():
+            num_holds = node.num_holds
+            if num_holds == first:
+                if node.is_online and node.on_device:
+                    self.num_held_online += by * node.num_tokens
+            elif num_holds == second:
+                self.num_shifts += 1
+            else:
+                return
+
+    def _came_to_device(self, nodes: Iterable[KvNode]) -> None:
+        self.num_held_online += sum(
+            [node.num_tokens for node in nodes if node.is_online and node.num_holds]
+        )
+
+    def evictable_from(self, node_id: int) -> int:
+        """Tokens from a node on the device up to the root that are not locked. O(depth)."""
+        num_tokens = 0
+        for node in self.nodes[node_id].upwards() if node_id in self.nodes else ():
+            if node.num_holds:
+                break
+            num_tokens += node.num_tokens
+        return num_tokens
+
+    def gains_of_release(self, node_ids: Iterable[int]) -> list[int]:
+        """Of each node, tokens that would not be locked without one lock of it. O(depth)."""
+        gains = []
+        for node_id in node_ids:
+            num_tokens = 0
+            for node in self.nodes[node_id].upwards() if node_id in self.nodes else ():
+                if node.num_holds != 1:
+                    break
+                num_tokens += node.num_tokens
+            gains.append(num_tokens)
+        return gains
+
+    # --- Eviction ---
 
     def give(self, evictions: Sequence[Eviction] | None) -> None:
         """What is evicted until the next plan, in this order; None: SGLang's order."""
+        assert self._is_given
         self._given = None if evictions is None else deque(evictions)
 
-    def _start(self, request_cnt: int) -> None:
-        if self._given is not None:
-            if self.is_off:
-                raise RuntimeError("this rank has lost track of its KV after rank 0 sent its list")
-            if not self._agrees():
-                self._given = None  # on all ranks: they compare equal numbers
-        self._quota = request_cnt
-        self._by_engine = self._given is None
-        if self._by_engine:
-            self._core.evict_device_start(ComponentType.FULL, request_cnt)
+    def evict_device_start(self, component_type: ComponentType, request_cnt: int) -> None:
+        if component_type == FULL:
+            self._quota = request_cnt
+            has_order = self._given is not None if self._is_given else self._leaves is not None
+            self._is_by_sglang = not has_order
+        if component_type != FULL or self._is_by_sglang:
+            super().evict_device_start(component_type, request_cnt)
 
-    def _next_node(self, tracker: Any, num_evicted: int) -> Any:
+    def evict_device_next_node(self, component_type: ComponentType, tracker: Any) -> Any:
+        if component_type != FULL or self._is_by_sglang:
+            return super().evict_device_next_node(component_type, tracker)
+        num_evicted = tracker[FULL]
         if num_evicted >= self._quota:
             return EvictDeviceNextNodeResult()
+        node, keeps_head = self._useless_leaf(), False
+        if node is None:
+            node, keeps_head = self._next_given() if self._is_given else self._next_leaf()
+        if node is None:
+            self._is_by_sglang = True
+            super().evict_device_start(FULL, self._quota)
+            return super().evict_device_next_node(FULL, tracker)
+        if keeps_head and self._beside is None:
+            wanted = self._quota if self._wanted is None else self._wanted
+            self._keep_head(node, wanted - num_evicted)
+        return EvictDeviceNextNodeResult(node_id=node.id, made_progress=True)
+
+    def _useless_leaf(self) -> Any:
+        """One without what makes it reusable: no request will find it."""
+        while self._useless:
+            node = self._useless.pop()
+            is_leaf = node in self.evictable_device_leaves
+            if is_leaf and node.component_data[self._beside].value is None:
+                return node
+        return None
+
+    def _next_leaf(self) -> tuple[Any, bool]:
+        assert self._leaves is not None
+        node = self._leaves.first()
+        return node, node is not None and node.rank is not None and node.rank[0] > 0
+
+    def _next_given(self) -> tuple[Any, bool]:
         while self._given:
             node_id, keeps_head = self._given.popleft()
-            node = self._tree.nodes.get(node_id)
-            if node is not None and node.is_leaf:
-                return self._evict(node, num_evicted, keeps_head=keeps_head)
-        self._by_engine = True
-        self._core.evict_device_start(ComponentType.FULL, self._quota)
-        return self._core.evict_device_next_node(ComponentType.FULL, tracker)
+            node = self.nodes.get(node_id)
+            if node is not None and node in self.evictable_device_leaves:
+                return node, keeps_head
+        return None, False
 
-    def _is_by_engine(self) -> bool:
-        return self._by_engine
+    def _keep_head(self, node: TreeNode, wanted: int) -> None:
+        """Split a leaf that may be reused, so that only its tail is evicted (BROS §5.2 on a radix
+        tree). The tail keeps the node's id."""
+        num_left = node.num_tokens - max(wanted, _LEAST_TAIL)
+        num_left -= num_left % self.page_size
+        if num_left >= _LEAST_TAIL:
+            _, action = self._split_node(node.key, node, num_left)
+            assert action is None, "what is being copied is locked"
 
+    def evict_device_leaf(self, node_id: int, is_write_back: bool) -> Any:
+        parent: Any = self.nodes[node_id].parent
+        result = super().evict_device_leaf(node_id, is_write_back)
+        self.evicted["all"] += result.tracker[FULL]
+        if self._beside is not None and result.tracker[FULL]:
+            self._useless.append(parent)
+        return result
 
-def _is_online(priority: int | None) -> bool:
-    return class_of_priority(priority) is RequestClass.ONLINE
-
-
-Namespace = tuple[Hashable, ...]
-"""Extra key, cache salt, and with keys in pairs the first token."""
-
-
-def place_of(
-    prefix_key: Namespace, ids: Sequence[int], *, in_pairs: bool
-) -> tuple[Namespace, Callable[[int, int], bytes]]:
-    """Where the mirror keeps a request: its namespace, and its packed tokens by start and end.
-    in_pairs: the engine's keys are pairs of tokens."""
-    if not in_pairs:
-        return prefix_key, lambda start, end: pack(ids[start:end])
-    return (*prefix_key, *ids[:1]), lambda start, end: pack(ids[start + 1 : end + 1])
-
-
-def tokens_at(namespace: Namespace, packed: bytes) -> tuple[Namespace, bytes]:
-    """The reverse: prefix key and packed tokens from the first one on."""
-    (first,) = namespace[2:] or (None,)
-    return namespace[:2], packed if first is None else pack((cast(int, first),)) + packed
-
-
-def _key(namespace: Hashable, packed: bytes) -> Any:
-    assert isinstance(namespace, tuple)
-    (extra_key, cache_salt), packed = tokens_at(namespace, packed)
-    ids = array("q", np.frombuffer(packed, dtype=np.int32).astype(np.int64).tobytes())
-    return RadixKey(ids, extra_key, cache_salt=cache_salt)
+    def evict_device_end(self, component_type: ComponentType) -> None:
+        if component_type != FULL or self._is_by_sglang:
+            super().evict_device_end(component_type)

@@ -95,7 +95,7 @@ class SchedulerView:
         self.start_s: float = moment.start_s
         self.recompute_debt_s: float = sources.recompute.debt_s(moment.now_s)
         kv, isolated = sources.kv, sources.isolated
-        self._kv = None if kv is None or kv.core.is_off else kv
+        self._kv = kv
         self.tolerance_headroom: ToleranceHeadroom | None = (
             None if isolated is None else isolated.headroom
         )
@@ -157,7 +157,7 @@ class SchedulerView:
         )
 
     def outlook(self) -> Outlook:
-        kv_tree = None if self._kv is None else self._kv.kv_tree
+        kv_tree = None if self._kv is None else self._kv.core
         return self._sources.table.outlook(
             self._holders, kv_tree=kv_tree, gain_of=self.preemption_gain
         )
@@ -232,7 +232,7 @@ class SchedulerView:
             promised=running.promised,
             next_step=running.next_step,
             host_free=port.host_free(scheduler),
-            shared_offline=0 if self._kv is None else self._kv.kv_tree.num_held_offline,
+            shared_offline=0 if self._kv is None else self._kv.core.num_held_offline,
             kept=0 if self._kv is None else self._kv.online_reservation,
         )
 
@@ -320,7 +320,7 @@ class SchedulerView:
         evictable = (
             port.evictable_at(tree, node).kv
             if self._kv is None
-            else self._kv.kv_tree.evictable_from(node)
+            else self._kv.core.evictable_from(node)
         )
         num_evictable = max(evictable - (num_pinned - num_tokens), 0)
         host = 0 if self._kv is None else self._kv.num_on_host(request, node, num_tokens)
@@ -381,7 +381,7 @@ class SchedulerView:
             if self._kv is None or self.caps.window_tokens is not None:
                 gain = port.gain_of_stopping(self._sources.scheduler.tree_cache, req)
             else:
-                (shared,) = self._kv.kv_tree.gains_of_release((port.last_node(req),))
+                (shared,) = self._kv.core.gains_of_release((port.last_node(req),))
                 gain = port.Tokens(shared + port.num_own(req), 0)
             self._gains[request] = gain
         return gain

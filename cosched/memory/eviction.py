@@ -95,7 +95,7 @@ class Eviction(NamedTuple):
 
 
 class Leaves:
-    """What can be evicted of a `KvTree`, in the order of eviction. Every change is O(log n).
+    """What can be evicted of a tree, in the order of eviction. Every change is O(log n).
 
     Its nodes on the device (`KvNode.rank`), or their copies in host memory (`KvNode.host_rank`).
     """
@@ -116,8 +116,16 @@ class Leaves:
     def __len__(self) -> int:
         return len(self._sorted)
 
+    def clear(self) -> None:
+        """The tree is empty."""
+        for node in [*self._nodes.values()]:
+            self.discard(node)
+
     def add(self, node: KvNode) -> None:
-        """It can be evicted now, and could not before."""
+        """It can be evicted now."""
+        if getattr(node, self._slot) is not None:
+            self.changed(node)
+            return
         rank = self._rank(node)
         setattr(node, self._slot, rank)
         self._nodes[node.node_id] = node
@@ -125,16 +133,21 @@ class Leaves:
         self._set_timer(node)
 
     def discard(self, node: KvNode) -> None:
-        """It cannot be any more, or it is gone."""
-        self._sorted.remove(getattr(node, self._slot))
+        """It cannot be evicted now, or it is gone."""
+        rank = getattr(node, self._slot)
+        if rank is None:
+            return
+        self._sorted.remove(rank)
         del self._nodes[node.node_id]
         self._wakes_s.pop(node.node_id, None)
         setattr(node, self._slot, None)
 
     def changed(self, node: KvNode) -> None:
-        """It still can be, but something about it has changed."""
-        rank = self._rank(node)
+        """Something about a node has changed that its place may depend on."""
         before = getattr(node, self._slot)
+        if before is None:
+            return
+        rank = self._rank(node)
         if rank != before:
             self._sorted.remove(before)
             self._sorted.add(rank)
@@ -193,8 +206,10 @@ class Leaves:
         that each node has left; freed: those that have none."""
         *_, node, parent = rank
         if parent is not None and not parent.num_holds:
-            num_left = left.get(parent.node_id, parent.num_below) - 1
-            left[parent.node_id] = num_left
+            if parent.node_id not in left:
+                left[parent.node_id] = parent.num_below
+            left[parent.node_id] -= 1
+            num_left = left[parent.node_id]
             if not num_left:
                 heapq.heappush(freed, self._rank(parent))
         return node

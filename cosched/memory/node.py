@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple, Protocol, TypeAlias
 
-from cosched.pool.radix import TOKEN_BYTES
+from cosched.pool.radix import Shared
 
 
 class PathNode(NamedTuple):
@@ -37,71 +37,65 @@ Rank: TypeAlias = tuple[float, int, int, "KvNode", "KvNode | None"]
 and the one above it (None: a root). Numbers are unique, so these order nothing."""
 
 
-@dataclass(slots=True, eq=False, repr=False)
-class KvNode:
-    """A run of tokens whose KV is evicted as one. Read-only outside of this module.
+class KvNode(ABC):
+    """A run of tokens whose KV is evicted as one. The node of an engine's tree derives from it: the
+    abstract properties are the engine's, the attributes are known to cosched alone.
 
-    node_id     the engine's
-    segment     its token ids, 4 bytes each
+    parent      the node above; None: this is the root
     start       tokens above it
-    on_device   its KV is on the device
-    on_host     a copy of it is in host memory
-    num_below   children that are on the device
-    num_holds   locks on it or below it: no part of it can be evicted while there are any
-    last_use    number of the latest use (`KvTree.num_uses`)
+    num_tokens  of it
+    last_use    number of the latest use, which grows
     is_online   an online request has used it
     keys        API keys that have paid for it (`cosched.predict.account`)
     visit       the latest visit that it was part of; None: none has ended yet
     awaiting    waiting online requests that begin with all tokens from the root to its end
     passing     the same of waiting offline requests
     stops       tokens of it -> waiting offline requests that share exactly these and no more
-    namespace   of a root: requests of others share nothing with it
     rank        where it stands in the order of eviction; None: it cannot be evicted now
     host_rank   the same of its copy in host memory
     """
 
-    node_id: int
     parent: KvNode | None
-    start: int
-    segment: bytes
-    children: dict[bytes, KvNode] = field(default_factory=dict)
-    num_holds: int = 0
-    on_device: bool = True
-    on_host: bool = False
-    num_below: int = 0
+    start: int = 0
+    num_tokens: int = 0
     last_use: int = 0
     is_online: bool = False
     keys: frozenset[str] = frozenset()
     visit: Visit | None = None
     awaiting: int = 0
     passing: int = 0
-    stops: dict[int, int] = field(default_factory=dict)
-    namespace: Hashable = None
+    stops: Mapping[int, int] = {}
     rank: Rank | None = None
     host_rank: Rank | None = None
 
     @property
-    def num_tokens(self) -> int:
-        return len(self.segment) // TOKEN_BYTES
+    @abstractmethod
+    def node_id(self) -> int:
+        """Its number, in the order in which nodes were made."""
+
+    @property
+    @abstractmethod
+    def on_device(self) -> bool:
+        """Its KV is on the device."""
+
+    @property
+    @abstractmethod
+    def on_host(self) -> bool:
+        """A copy of it is in host memory."""
+
+    @property
+    @abstractmethod
+    def num_holds(self) -> int:
+        """Locks on it or below it: no part of it can be evicted while there are any."""
+
+    @property
+    @abstractmethod
+    def num_below(self) -> int:
+        """Children that are on the device. O(children)."""
 
     @property
     def end(self) -> int:
-        return self.start + len(self.segment) // TOKEN_BYTES
-
-    @property
-    def is_leaf(self) -> bool:
-        """It can be evicted from the device now."""
-        return (
-            self.on_device and not self.num_holds and not self.num_below and self.parent is not None
-        )
-
-    @property
-    def has_spare_copy(self) -> bool:
-        """Its copy in host memory can be given up now: there is another on the device, or nothing
-        hangs below it."""
-        if not self.on_host:
-            return False
-        return self.on_device or not (self.children or self.num_holds)
+        return self.start + self.num_tokens
 
     @property
     def references(self) -> float:
@@ -111,15 +105,39 @@ class KvNode:
         partly = sum([tokens * count for tokens, count in self.stops.items()])
         return self.passing + partly / self.num_tokens
 
-    def head(self, num_tokens: int) -> tuple[Hashable, bytes]:
-        """The namespace, and the token ids from the root up to `num_tokens` of the node itself, 4
-        bytes each. O(depth + tokens)."""
-        segments = [self.segment[: num_tokens * TOKEN_BYTES]]
-        node = self.parent
-        while node is not None and node.parent is not None:
-            segments.append(node.segment)
-            node = node.parent
-        return node.namespace if node is not None else None, b"".join(reversed(segments))
+    def refer(self, num_tokens: int, by: int) -> None:
+        """More, or fewer, waiting offline requests share so many of its tokens."""
+        if num_tokens >= self.num_tokens:
+            self.passing += by
+            assert self.passing >= 0, f"{self.node_id=} {self.passing=}"
+            return
+        count = self.stops.get(num_tokens, 0) + by
+        assert count >= 0, f"{self.node_id=} {num_tokens=} {count=}"
+        others = {tokens: n for tokens, n in self.stops.items() if tokens != num_tokens}
+        self.stops = {**others, num_tokens: count} if count else others
+
+    def refer_all(self, readers: Iterable[Shared], *, page_size: int) -> None:
+        """Count the waiting offline requests that share a prefix with it. readers: prefixes getting
+        longer, each with the number of requests that share it."""
+        longer = 0
+        for reader in reversed([*readers]):
+            count, tokens = reader.num_requests - longer, reader.prefix_len - self.start
+            longer = reader.num_requests
+            if tokens >= page_size:
+                self.refer(min(tokens, self.num_tokens) // page_size * page_size, count)
+
+    def cut_off(self, lower: KvNode) -> None:
+        """It is now the first `num_tokens` of a node, which is below it from now on."""
+        cut = self.num_tokens
+        self.start = lower.start
+        lower.start += cut
+        lower.num_tokens -= cut
+        self.last_use, self.is_online, self.visit = lower.last_use, lower.is_online, lower.visit
+        self.awaiting, self.keys = lower.awaiting, lower.keys
+        stops = lower.stops
+        self.passing = lower.passing + sum(n for tokens, n in stops.items() if tokens >= cut)
+        self.stops = {tokens: n for tokens, n in stops.items() if tokens < cut}
+        lower.stops = {tokens - cut: n for tokens, n in stops.items() if tokens > cut}
 
     def upwards(self) -> Iterator[KvNode]:
         """It and all above it, without the root."""
@@ -127,3 +145,10 @@ class KvNode:
         while node.parent is not None:
             yield node
             node = node.parent
+
+
+class KvNodes(Protocol):
+    """A tree of them, by number."""
+
+    @property
+    def nodes(self) -> Mapping[int, KvNode]: ...

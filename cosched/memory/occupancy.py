@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from cosched.memory.node import KvNode
-from cosched.memory.tree import KvTree
+from cosched.memory.node import KvNode, KvNodes
 from cosched.memory.value import KvValue
 
 LIKELY = 0.1
@@ -79,7 +78,6 @@ class KvOccupancy(msgspec.Struct, kw_only=True, frozen=True):
     evicted_returning   of these, what was likely to return
     saved            what requests that share pages would take more with pages of their own
     parted           last pages of requests that were copied to another page since the start
-    is_watched       the order is cosched's; False: the engine's own has taken over
     host             None: there is no host memory
     """
 
@@ -96,7 +94,6 @@ class KvOccupancy(msgspec.Struct, kw_only=True, frozen=True):
     evicted_returning: int
     saved: int
     parted: int
-    is_watched: bool
     host: HostOccupancy | None = None
 
 
@@ -107,7 +104,7 @@ class UseCount:
     on_device, on_host  tokens by use when the latest count ended
     """
 
-    def __init__(self, tree: KvTree, value: KvValue) -> None:
+    def __init__(self, tree: KvNodes, value: KvValue) -> None:
         self.on_device = Counter[str]()
         self.on_host = Counter[str]()
         self._tree = tree

@@ -78,10 +78,20 @@ INTERNALS: Mapping[str, tuple[str, ...]] = {
             alloc_group_end free schedulable_available_size size
         """,
         "mem_cache.base_prefix_cache.DecLockRefParams": "skipped_lock_components",
-        "mem_cache.unified_cache.unified_tree_core_interface.UnifiedTreeCoreInterface": """
-            commit_backup commit_load_back dec_host_lock_ref demote drive_host_eviction
-            drop_subtree_no_host evict_device_leaf get_component_device_value inc_host_lock_ref
-            match_full_device_prefix swa_tombstone_ranges
+        "mem_cache.unified_cache.unified_tree_core.UnifiedTreeCore": """
+            _can_reclaim_full_host_duplicate _evict_host_leaf _new_node _node_arena
+            _ongoing_insert_walk_state _register_node _release_full_host_duplicate _split_node
+            _unevict_node_on_insert _unregister_node _update_duplicate_tracking
+            _update_evictable_leaf_sets begin_insert commit_backup commit_load_back
+            component_evictable_size_ component_protected_size_ component_types dec_full_pin
+            dec_lock_ref demote drive_host_eviction drop_subtree_no_host evict_device_end
+            evict_device_leaf evict_device_next_node evict_device_start evictable_device_leaves
+            evictable_host_leaves full_host_duplicates get_component_device_value inc_full_pin
+            inc_lock_ref is_eagle is_write_back match_full_device_prefix match_prefix page_size
+            reset resume_insert root_node swa_tombstone_ranges
+        """,
+        "mem_cache.unified_cache.unified_tree_core.UnifiedTreeNode": """
+            children component_data id key parent
         """,
         "sampling.sampling_batch_info.SamplingBatchInfo": "penalizer_orchestrator",
         "sampling.penaltylib.orchestrator.BatchedPenalizerOrchestrator": """

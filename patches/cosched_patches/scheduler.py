@@ -17,12 +17,13 @@ from sglang.srt.environ import envs
 from sglang.srt.managers.io_struct import SetInternalStateReqOutput
 from sglang.srt.managers.scheduler import NextBatchPlan
 
-from cosched.config import load_config
+from cosched.config import load_config, planning_config
 from cosched.core.request import RequestClass
 from cosched.core.wire import PARAMS_KEY, SERVER_KEY, class_of_priority
 from cosched.engine.attach import attach
 from cosched.engine.checks import check_received, scope_of
 from cosched.engine.guard import note_or_raise
+from cosched.engine.kv import with_tree_core
 from cosched.engine.offline_gate import is_for_gate
 from cosched.engine.port import finish_by_pattern as finish
 from cosched.engine.port import forget_last, most_tail_tokens, refuse, under_way
@@ -31,7 +32,7 @@ from cosched.engine.port.grammar_compilers import compile_for, ready_requests
 from cosched.engine.port.penalties import count_outputs
 from cosched.engine.port.read_once import launching
 from cosched.engine.read_state import offline_progress, state_of
-from cosched.engine.support import check_arguments
+from cosched.engine.support import check_arguments, chooses_evictions
 from cosched.engine.tracked import TrackedRequest
 from cosched.engine.waiting import WaitingQueue, online_requests
 from cosched.errors import ConfigError, RequestError
@@ -79,11 +80,13 @@ def take_over(original: Any, scheduler: Any, server_args: Any, *args: Any, **kwa
     """Attaches controller and observer to a scheduler, and replaces SGLang's list of waiting
     requests by online queue and offline pool. Arguments that the policy does not support are
     refused before the model is loaded. (sgl-project/sglang#5603)"""
-    config = load_config()
+    config, planning = load_config(), planning_config()
     try:
         if config is not None:
             check_arguments(server_args, config)
-        original(scheduler, server_args, *args, **kwargs)
+        is_ours = planning is not None and chooses_evictions(server_args, planning)
+        with with_tree_core() if is_ours else contextlib.nullcontext():
+            original(scheduler, server_args, *args, **kwargs)
         if config is not None:
             attach(scheduler, config)
     except ConfigError as error:

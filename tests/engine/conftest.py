@@ -8,7 +8,7 @@ import pytest
 import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.config import ENV_VAR
 from cosched.engine import port
-from tests.memory.integrity import check_kv_tree
+from tests.engine.integrity import check_tree
 
 OFFLINE = -1  # the priority
 
@@ -209,13 +209,12 @@ def assert_drained(engine) -> None:
     if controller is not None:
         assert controller.waiting.num_tokens == 0
         if controller.kv is not None:
-            assert not controller.kv.core.is_off
-            check_kv_tree(controller.kv.kv_tree, [])
-            assert not any(node.awaiting for node in controller.kv.kv_tree.nodes.values())
-            assert controller.kv.kv_tree.num_evictable == scheduler.tree_cache.evictable_size()
+            check_tree(controller.kv.core, waiting=[])
+            assert not any(node.awaiting for node in controller.kv.core.nodes.values())
             if controller.kv.copies is not None:
                 pool = scheduler.tree_cache.cache_controller.mem_pool_host
-                assert controller.kv.kv_tree.num_on_host == pool.size - pool.available_size()
+                on_host = [n for n in controller.kv.core.nodes.values() if n.on_host]
+                assert sum(n.num_tokens for n in on_host) == pool.size - pool.available_size()
 
 
 def watch_plans(engine, *, before=lambda: None, after=lambda plan: None) -> None:

@@ -124,7 +124,7 @@ def test_tokens_are_the_same_with_host_memory(
     assert host.to_device > 0 or ratio < 1
     pool = engine.scheduler.tree_cache.cache_controller.mem_pool_host
     assert host.free == pool.available_size()
-    copies = [node for node in kv.kv_tree.nodes.values() if node.on_host]
+    copies = [node for node in kv.core.nodes.values() if node.on_host]
     assert host.doubled == sum(node.num_tokens for node in copies if node.on_device)
     assert host.free + host.doubled + host.returning + host.referenced + host.dead == pool.size
 
@@ -218,19 +218,24 @@ def test_what_is_not_worth_it_is_not_copied(make_engine, priority, kv):
     assert_drained(engine)
 
 
+def num_on_host(engine):
+    """Tokens of all copies."""
+    nodes = engine.scheduler.cosched.kv.core.nodes.values()
+    return sum(node.num_tokens for node in nodes if node.on_host)
+
+
 def test_a_flush_empties_both(make_engine):
     engine = with_host(make_engine)
     LateTransfers(engine, 2)
     ask_each(engine, 4)
     kv = engine.scheduler.cosched.kv
-    assert kv.kv_tree.num_on_host > 0
+    assert num_on_host(engine) > 0
     engine.scheduler.flush_cache()
-    assert not kv.kv_tree.nodes
-    assert kv.kv_tree.num_on_host == 0
+    assert len(kv.core.nodes) == 1, "the root"
+    assert num_on_host(engine) == 0
     assert_drained(engine)
     engine.submit("after", prompt(1, 300), max_new_tokens=2)
     engine.run_until_idle()
-    assert not kv.core.is_off
     assert_drained(engine)
 
 
@@ -254,7 +259,7 @@ def test_after_a_failed_load_at_most_one_prefill_is_unfinished(make_engine):
     engine.submit("before", prompt(2, 200), max_new_tokens=2)
     engine.run_until_idle()
     overflow(engine, "other", 560, seed=6)
-    assert engine.scheduler.cosched.kv.kv_tree.num_on_host > 380
+    assert num_on_host(engine) > 380
     failed = []
     engine.scheduler.tree_cache.load_back = lambda *args, **kwargs: failed.append(1)
     assert submit(engine) == expected

@@ -1,4 +1,4 @@
-"""SGLang's radix tree under random operations: the mirror and its counts agree with it."""
+"""SGLang's radix tree with cosched's order, under random operations."""
 
 from __future__ import annotations
 
@@ -14,27 +14,25 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.components.full import FullComponent
-from sglang.srt.mem_cache.unified_cache.tree_core_registry import create_tree_core
 
 import cosched.bootstrap  # noqa: F401  # before SGLang
-from cosched.engine import port
-from cosched.engine.tree_core import RankedTreeCore, WatchedTreeCore
+from cosched.engine.kv_readers import KvReaders
+from cosched.engine.tree_core import KvTreeCore
 from cosched.memory.eviction import ORDERS, Leaves
 from cosched.memory.node import Visit
 from cosched.memory.reuse import ReuseModel
-from cosched.memory.tree import KvTree
 from cosched.memory.value import KvValue, RecomputeCosts
 from cosched.pool.prefix_pool import PoolConfig, PrefixPool
 from cosched.pool.radix import pack
+from tests.engine.integrity import check_tree
 from tests.factories import Linear, offline
-from tests.memory.integrity import check_kv_tree
 
 NUM_OPERATIONS = int(os.environ.get("COSCHED_TREE_OPERATIONS", "2000"))
 
 FULL = ComponentType.FULL
 
 
-def make_core(name, page_size):
+def make_core(page_size, kind=KvTreeCore):
     params = CacheInitParams(
         disable=False,
         req_to_token_pool=None,
@@ -42,11 +40,8 @@ def make_core(name, page_size):
         page_size=page_size,
         tree_components=(FULL,),
     )
-    components = {}
-    if name == "python":
-        cache = SimpleNamespace(enable_session_radix_cache=False)
-        components = {FULL: FullComponent(cache, params)}
-    return create_tree_core(name, params, components)
+    cache = SimpleNamespace(enable_session_radix_cache=False)
+    return kind(params, {FULL: FullComponent(cache, params)})
 
 
 def consume(leaf):
@@ -58,7 +53,10 @@ def consume(leaf):
 class Machine:
     """A tree of SGLang's and an offline pool under random operations."""
 
-    def __init__(self, core_name, *, page_size, order, seed):
+    kind = KvTreeCore
+    is_given = False
+
+    def __init__(self, *, page_size, order, seed):
         self.draw = random.Random(seed)
         self.page_size = page_size
         self.pool = PrefixPool(PoolConfig(utility_ratio=0.9, num_buckets=2))
@@ -67,18 +65,22 @@ class Machine:
         costs.refresh(Linear())
         value = KvValue(self.reuse, costs)
         self.leaves = Leaves(ORDERS[order](value), value)
-        self.tree = KvTree(
-            page_size=page_size,
-            leaves=self.leaves,
-            future=lambda packed, key: self.pool.future_references(packed, key),
-        )
-        self.core = WatchedTreeCore(make_core(core_name, page_size), self.tree, self.leaves)
+        self.core = make_core(page_size, self.kind)
+        self.readers = KvReaders(page_size, self.future, self.core.changed)
+        self.watch()
         self.locks = []
         self.pins = []
         self.waiting = {}
         self.nodes = []
         self.now_s = 0.0
         self.num_rids = 0
+
+    def watch(self):
+        self.cache = SimpleNamespace(evict_for_alloc=None)
+        self.core.watch(self.cache, self.leaves, self.readers, is_given=self.is_given)
+
+    def future(self, ids, prefix_key):
+        return self.pool.future_references(pack(ids), prefix_key)
 
     def tokens(self):
         """From a tiny vocabulary: prompts share much, and nodes are split often."""
@@ -117,11 +119,11 @@ class Machine:
     def match(self):
         result = self.core.match_prefix(self.match_params(self.key(self.tokens())))
         result.cache_actions.clear()
-        if result.last_device_node in self.tree.nodes:
+        if result.last_device_node != self.core.root_node.id:
             self.nodes.append(result.last_device_node)
 
     def some_node(self):
-        nodes = [node for node in self.nodes[-30:] if node in self.tree.nodes]
+        nodes = [node for node in self.nodes[-30:] if node in self.core.nodes]
         return self.draw.choice(nodes) if nodes else None
 
     def lock(self):
@@ -153,7 +155,7 @@ class Machine:
         """Returns the evicted nodes."""
         wanted = self.draw.randrange(1, 40)
         tracker = {FULL: 0}
-        before = self.tree.num_evictable
+        before = self.core.num_evictable
         self.core.evict_device_start(FULL, wanted)
         gone = []
         while (result := self.core.evict_device_next_node(FULL, tracker)).node_id is not None:
@@ -173,19 +175,19 @@ class Machine:
         request = offline(f"r{self.num_rids}", token_ids=self.tokens(), prefix_key=(key, None))
         self.pool.add(request)
         self.waiting[request.rid] = request
-        self.tree.refer(request.prefix_key, pack(request.token_ids), 1)
+        self.readers.refer(self.core.root_node, key_of(request), 1)
 
     def leave(self):
         if self.waiting:
             rid = self.draw.choice(list(self.waiting))
             request = self.waiting.pop(rid)
             (self.pool.remove if self.draw.random() < 0.7 else self.pool.abort)(rid)
-            self.tree.refer(request.prefix_key, pack(request.token_ids), -1)
+            self.readers.refer(self.core.root_node, key_of(request), -1)
 
     def depart(self):
         node = self.some_node()
         if node is not None:
-            self.tree.left(node, Visit(0, self.now_s, self.draw.randrange(1, 99), 0.01))
+            self.core.left(node, Visit(0, self.now_s, self.draw.randrange(1, 99), 0.01))
 
     def tick(self):
         self.now_s += self.draw.expovariate(0.5)
@@ -196,16 +198,15 @@ class Machine:
             self.core.reset()
 
     def audit(self):
-        waiting = [(r.prefix_key, pack(r.token_ids)) for r in self.pool]
-        check_kv_tree(self.tree, waiting)
-        assert not self.core.is_off
-        assert self.tree.num_evictable == self.core.full_evictable_size()
-        assert self.tree.num_tokens == self.core.total_size()[0]
-        for node_id in self.nodes[-3:]:
-            node = self.tree.nodes.get(node_id)
-            if node is not None:
-                path = [(n.node_id, n.start, n.end) for n in node.upwards()]
-                assert path[::-1] == port.path_of(self.core._core, node_id)
+        check_tree(self.core, [key_of(request) for request in self.pool], **self.under_way())
+
+    def under_way(self):
+        return {}
+
+
+def key_of(request):
+    extra_key, cache_salt = request.prefix_key
+    return RadixKey(array("q", request.token_ids), extra_key, cache_salt=cache_salt)
 
 
 OPERATIONS = {
@@ -234,33 +235,11 @@ def run(machine, operations, *, seed):
         machine.audit()
 
 
-@pytest.mark.parametrize(
-    ("core", "page_size", "order"),
-    [("rust", 1, "value"), ("rust", 4, "value"), ("rust", 1, "echo"), ("python", 4, "value")],
-)
-def test_the_mirror_agrees_after_every_operation(monkeypatch, core, page_size, order):
+@pytest.mark.parametrize(("page_size", "order"), [(1, "value"), (4, "value"), (1, "echo")])
+def test_all_counts_are_right_after_every_operation(monkeypatch, page_size, order):
     monkeypatch.setattr("cosched.engine.tree_core._LEAST_TAIL", 2)  # nodes are short here
-    machine = Machine(core, page_size=page_size, order=order, seed=page_size)
+    machine = Machine(page_size=page_size, order=order, seed=page_size)
     run(machine, OPERATIONS, seed=3)
-
-
-def test_if_the_mirror_is_wrong_sglangs_order_is_used(caplog):
-    machine = Machine("rust", page_size=1, order="value", seed=1)
-    for _ in range(20):
-        machine.insert()
-    machine.tree.num_evictable += 1
-    before = machine.core.full_evictable_size()
-    machine.core.evict_device_start(FULL, 1)
-    assert machine.core.is_off
-    assert "SGLang's own eviction order is used" in caplog.text
-    node = machine.core.evict_device_next_node(FULL, {FULL: 0}).node_id
-    leaf = machine.core.evict_device_leaf(node, False)
-    consume(leaf)
-    machine.core.evict_device_end(FULL)
-    assert machine.core.full_evictable_size() < before
-    machine.insert()
-    machine.lock()
-    machine.unlock()  # all works without the mirror
 
 
 # --- Several ranks ---
@@ -268,18 +247,19 @@ def test_if_the_mirror_is_wrong_sglangs_order_is_used(caplog):
 
 def only_follow(machine):
     """Make it a rank that is not rank 0: it knows neither the time nor the requests."""
-    machine.tree.refer = lambda *args: None
-    machine.tree.left = lambda *args: None
+    machine.readers.refer = lambda *args: None
+    machine.core.left = lambda *args: None
     machine.leaves.advance = lambda now_s: None
-    machine.tree._future = None
+    machine.readers.added = lambda node: None
 
 
 class Rank(Machine):
     """is_source: rank 0, which knows the time, and which requests wait and have ended."""
 
-    def __init__(self, core_name, *, page_size, seed, is_source):
-        super().__init__(core_name, page_size=page_size, order="value", seed=seed)
-        self.core = RankedTreeCore(make_core(core_name, page_size), self.tree, self.leaves)
+    is_given = True
+
+    def __init__(self, *, page_size, seed, is_source):
+        super().__init__(page_size=page_size, order="value", seed=seed)
         if not is_source:
             only_follow(self)
 
@@ -314,30 +294,16 @@ def run_alike(source, other, changes, evict):
             change = draw.choice(changes)
             for rank in (source, other):
                 getattr(rank, change)()
-        assert source.tree.nodes.keys() == other.tree.nodes.keys()
-        assert source.tree.num_evictable == other.core.full_evictable_size()
+        assert source.core.nodes.keys() == other.core.nodes.keys()
+        assert source.core.num_evictable == other.core.num_evictable
         yield
     assert num_alike > num_given / 2 > 0
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_all_ranks_evict_the_nodes_of_rank_0(page_size):
-    """With the Rust core: the Python core numbers the nodes of all trees of a process."""
     source, other = (
-        Rank("rust", page_size=page_size, seed=1, is_source=is_source)
-        for is_source in (True, False)
+        Rank(page_size=page_size, seed=1, is_source=is_source) for is_source in (True, False)
     )
     for _ in run_alike(source, other, CHANGES, "evict_some"):
         pass
-
-
-def test_a_rank_that_lost_track_after_it_got_the_list_says_so():
-    rank = Rank("python", page_size=1, seed=0, is_source=True)
-    for _ in range(30):
-        rank.insert()
-    rank.core.give(rank.leaves.next_to_go(5))
-    rank.core._switch_off("a test")
-    with pytest.raises(RuntimeError, match="lost track"):
-        rank.evict_some()
-    rank.core.give(None)
-    assert rank.evict_some(), "the engine's order goes on"

@@ -8,13 +8,11 @@ import pytest
 
 from cosched.memory import occupancy
 from cosched.memory.eviction import ORDERS, Leaves
-from cosched.memory.node import PathNode, Visit
+from cosched.memory.node import Visit
 from cosched.memory.reuse import ReuseModel
-from cosched.memory.tree import KvTree
 from cosched.memory.value import KvValue, RecomputeCosts
-from cosched.pool.radix import pack
 from tests.factories import Linear
-from tests.memory.integrity import check_kv_tree
+from tests.memory.plain_tree import PlainTree
 
 
 class Kv:
@@ -26,34 +24,14 @@ class Kv:
         costs.refresh(Linear(fixed_s=0.001, token_s=1e-4, longest_s=1e-6))
         self.value = KvValue(self.reuse, costs)
         self.leaves = Leaves(ORDERS[order](self.value), self.value)
-        self.tree = KvTree(page_size=1, leaves=self.leaves)
-        self._ids = iter(range(1, 10_000))
+        self.tree = PlainTree(self.leaves)
 
     def add(self, tokens, *, chunk=50, is_online=False):
-        """All new but for whole chunks that are there. The id of its last node."""
-        path = []
-        node = self.tree._root(None)
-        for start in range(0, len(tokens), chunk):
-            piece = pack(tokens[start : start + chunk])
-            child = node.children.get(piece[:4])
-            if child is not None:
-                assert child.segment == piece
-                node_id = child.node_id
-            else:
-                node_id = next(self._ids)
-            path.append(PathNode(node_id, start, min(start + chunk, len(tokens))))
-            self.tree.settle(
-                None,
-                path,
-                lambda a, b: pack(tokens[a:b]),
-                is_online=is_online,
-            )
-            node = self.tree.nodes[node_id]
-        return node_id
+        return self.tree.add(tokens, chunk=chunk, is_online=is_online)
 
     def evict(self):
         node = self.leaves.first()
-        self.tree.evicted(node.node_id)
+        self.tree.evict(node.node_id)
         return node
 
     def order(self):
@@ -70,7 +48,7 @@ def visit(end_s=0.0, num_tokens=100, ttft_s=1.0):
 
 def wait_for(kv, tokens, count=1):
     for _ in range(count):
-        kv.tree.refer(None, pack(tokens), 1)
+        kv.tree.refer(tokens)
 
 
 def test_what_nobody_comes_for_goes_first_then_the_least_recently_used():
@@ -117,19 +95,19 @@ def test_one_user_waits_rather_than_two():
         node_id = kv.add(context(seed, 20_000), chunk=1000, is_online=True)
         kv.tree.left(node_id, visit(num_tokens=20_000))
     lost = {seed: 0 for seed in range(2)}
-    first = {seed: pack(context(seed, 20_000)[:1]) for seed in range(2)}
+    first = {context(seed, 1)[0]: seed for seed in range(2)}
     for _ in range(20):
         node = kv.leaves.first()
         top = node
         while top.parent.parent is not None:
             top = top.parent
-        lost[next(seed for seed in lost if top.segment.startswith(first[seed]))] += 1
-        kv.tree.evicted(node.node_id)
+        lost[first[top.tokens[0]]] += 1
+        kv.tree.evict(node.node_id)
     assert min(lost.values()) <= 1, "what nobody notices"
 
 
 def expect(kv, key, tokens):
-    kv.tree.expect(key, None, pack(tokens))
+    kv.tree.expect(key, tokens)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -151,32 +129,6 @@ def test_what_a_waiting_online_request_will_use_is_worth_more_than_all_else(seed
     assert set(kv.order()[-4:]) == {n.node_id for n in kv.tree.nodes[preempted].upwards()}
     kv.tree.no_longer_expect("preempted")
     assert preempted in kv.order()[:5]
-
-
-def test_what_waits_is_followed_through_splits_and_evictions():
-    kv = Kv()
-    tokens = context(0, 150)
-    last = kv.add(tokens, chunk=50, is_online=True)
-    expect(kv, "a", tokens)
-    expect(kv, "b", [*tokens[:100], *context(1, 10)])
-    middle = kv.tree.nodes[last].parent
-    assert [n.awaiting for n in kv.tree.nodes[last].upwards()] == [1, 2, 2]
-    upper = kv.tree._split(middle, 9999, 20)
-    assert (upper.awaiting, middle.awaiting) == (2, 2)
-    check_kv_tree(kv.tree)
-    kv.tree.evicted(last)
-    check_kv_tree(kv.tree)
-    expect(kv, "a", tokens)
-    assert middle.awaiting == 2, "the same request again counts once"
-    kv.tree.evicted(middle.node_id)
-    kv.tree.no_longer_expect("b")
-    assert upper.awaiting == 1
-    for node_id in (upper.node_id, upper.parent.node_id):
-        kv.tree.evicted(node_id)
-    check_kv_tree(kv.tree)
-    kv.tree.no_longer_expect("a")
-    kv.tree.no_longer_expect("a")
-    check_kv_tree(kv.tree)
 
 
 def test_echo_ranks_references_above_finished_online_above_the_rest():
@@ -206,15 +158,13 @@ def test_the_forecast_is_what_evicting_one_by_one_gives(order, seed):
         if draw.random() < 0.2:
             kv.tree.hold(node_id)
         if draw.random() < 0.2:
-            expect(kv, draw.randrange(5), tokens)
+            expect(kv, len(kv.tree.nodes), tokens)
     kv.leaves.advance(100.0)
     for _ in range(20):  # everyone has a turn
         kv.leaves.advance(100.0)
-    check_kv_tree(kv.tree)
     forecast = list(kv.leaves.in_order())
     assert sum(node.num_tokens for node in forecast) == kv.tree.num_evictable
     assert [kv.evict().node_id for _ in forecast] == [node.node_id for node in forecast]
-    check_kv_tree(kv.tree)
     assert not kv.tree.num_evictable
 
 

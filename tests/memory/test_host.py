@@ -7,10 +7,8 @@ import math
 import pytest
 
 from cosched.memory.eviction import CopyOrder, Leaves
-from cosched.memory.node import PathNode, Visit
-from cosched.memory.tree import KvTree
-from cosched.pool.radix import pack
-from tests.memory.integrity import check_kv_tree
+from cosched.memory.node import Visit
+from tests.memory.plain_tree import PlainTree
 from tests.memory.test_eviction import Kv, context
 
 
@@ -21,7 +19,7 @@ class HostKv(Kv):
         super().__init__()
         self.value.transfer_s = transfer_s
         self.copies = Leaves(CopyOrder(self.value), self.value, slot="host_rank")
-        self.tree = KvTree(page_size=1, leaves=self.leaves, copies=self.copies)
+        self.tree = PlainTree(self.leaves, self.copies)
 
     def node(self, tokens, **options):
         return self.tree.nodes[self.add(tokens, **options)]
@@ -40,8 +38,7 @@ def test_what_has_a_copy_costs_the_way_back():
     kv = HostKv()
     node = visited(kv, context(1, 50))
     before = kv.value(node, 0.0)
-    kv.tree.backed_up(node.node_id)
-    check_kv_tree(kv.tree)
+    kv.tree.copy(node.node_id)
     assert kv.value(node, 0.0) == pytest.approx(before / 10, rel=0.3)
     assert kv.value.of_copy(node, 0.0) == pytest.approx(before * 9 / 10, rel=0.3)
 
@@ -67,67 +64,14 @@ def test_copies_that_are_worth_least_go_first_and_doubles_before_them():
     dead, alive, long = kv.node(context(1, 50)), visited(kv, context(2, 50)), context(3, 150)
     held = visited(kv, long)
     for node in (dead, alive, held):
-        kv.tree.backed_up(node.node_id)
+        kv.tree.copy(node.node_id)
     for node in (dead, alive):
-        kv.tree.demoted(node.node_id)
+        kv.tree.evict(node.node_id)
     kv.tree.hold(held.node_id)
-    check_kv_tree(kv.tree)
     order = [node.node_id for node in kv.copies.sorted_nodes()]
     # What a running request holds on the device has no need of its copy.
     assert order[-1] == alive.node_id
     assert set(order[:2]) == {dead.node_id, held.node_id}
-    kv.tree.copy_dropped(held.node_id)
-    kv.tree.copy_dropped(dead.node_id)
-    check_kv_tree(kv.tree)
-    assert dead.node_id not in kv.tree.nodes
-    assert held.on_device and not held.on_host
-
-
-def test_a_leaf_goes_with_what_hangs_below_it_on_the_host():
-    kv = HostKv()
-    tokens = context(1, 100)
-    lower = kv.node(tokens)
-    kv.tree.backed_up(lower.node_id)
-    kv.tree.demoted(lower.node_id)
-    upper = lower.parent
-    assert upper.is_leaf and kv.leaves.first() is upper
-    kv.tree.evicted(upper.node_id)
-    check_kv_tree(kv.tree)
-    assert not kv.tree.nodes
-    assert kv.tree.num_on_host == kv.tree.num_tokens == 0
-
-
-def test_what_is_loaded_is_held_where_it_was_locked():
-    kv = HostKv()
-    tokens = context(1, 150)
-    last = kv.node(tokens)
-    chain = [node.node_id for node in last.upwards()]
-    for node_id in chain[:2]:
-        kv.tree.backed_up(node_id)
-        kv.tree.demoted(node_id)
-    packed = pack(tokens)
-    assert kv.tree.num_host_behind(None, chain[2], 50, lambda: packed) == 100
-    assert kv.tree.num_host_behind(None, chain[2], 50, lambda: packed[:480]) == 70
-    kv.tree.hold(last.node_id)
-    kv.tree.loaded(reversed(chain))
-    check_kv_tree(kv.tree)
-    assert kv.tree.num_evictable == 0
-    kv.tree.release(last.node_id)
-    check_kv_tree(kv.tree)
-    assert kv.tree.num_evictable == 150
-    assert kv.tree.num_host_behind(None, last.node_id, 150, lambda: packed) == 0
-
-
-def test_a_split_leaves_both_parts_where_they_were():
-    kv = HostKv()
-    tokens = context(1, 40)
-    node = kv.node(tokens)
-    kv.tree.backed_up(node.node_id)
-    kv.tree.settle(None, [PathNode(999, 0, 10)], lambda a, b: pack(tokens[a:b]), is_online=None)
-    check_kv_tree(kv.tree)
-    assert kv.tree.nodes[999].on_host and node.on_host
-    assert kv.tree.cut == [(999, node.node_id)]
-    assert kv.tree.num_on_host == 40
 
 
 def test_the_chance_in_host_memory_has_a_horizon_of_its_own():

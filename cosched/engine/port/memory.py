@@ -250,6 +250,12 @@ def lookup_key(req: Any) -> Any:
     return RadixKey(token_ids=ids, extra_key=req.extra_key, limit=limit, cache_salt=req.cache_salt)
 
 
+def tree_key(req: Any, *, in_pairs: bool) -> Any:
+    """What of a request may be in the tree: all tokens. in_pairs: its keys are pairs of tokens."""
+    ids = token_ids(req)
+    return RadixKey(ids, req.extra_key, is_bigram=in_pairs, cache_salt=req.cache_salt)
+
+
 def peek(tree: Any, req: Any) -> Peek:
     """Look up a request without marking anything as used."""
     core, key = tree.tree_core, lookup_key(req)
