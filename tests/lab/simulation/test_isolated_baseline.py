@@ -27,7 +27,7 @@ CAPPED = {
     "kv_tokens": 400_000,
     "chunk_tokens": 512,
     "max_prefill_tokens": 1024,
-    "max_running_requests": Machine().max_running_requests,
+    "max_running_requests": 256,
 }
 
 
