@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
@@ -148,8 +148,13 @@ def file_json(file: File) -> dict[str, Any]:
     }
 
 
-def batch_json(batch: Batch, outlook: Outlook | None = None) -> dict[str, Any]:
-    """outlook: None if nothing is known, or the batch has ended."""
+def batch_json(
+    batch: Batch,
+    outlook: Outlook | None = None,
+    *,
+    callbacks: Sequence[Mapping[str, Any]] = (),
+) -> dict[str, Any]:
+    """outlook: None if nothing is known, or the batch has ended. callbacks: of its end."""
     return {
         "id": batch.id,
         "object": "batch",
@@ -186,15 +191,18 @@ def batch_json(batch: Batch, outlook: Outlook | None = None) -> dict[str, Any]:
             "total_tokens": batch.input_tokens + batch.output_tokens,
         },
         "metadata": batch.metadata,
-        "cosched": _own_json(batch, outlook),  # not a field of OpenAI's
+        "cosched": _own_json(batch, outlook, callbacks),  # not a field of OpenAI's
     }
 
 
-def _own_json(batch: Batch, outlook: Outlook | None) -> dict[str, Any] | None:
+def _own_json(
+    batch: Batch, outlook: Outlook | None, callbacks: Sequence[Mapping[str, Any]]
+) -> dict[str, Any] | None:
     """device_seconds: what the lines cost, those aborted while they ran included; not there where
     the engine does not say."""
     cost = {"device_seconds": round(batch.device_s, 6)} if batch.device_s else {}
-    return (cost | ({} if outlook is None else _outlook_json(outlook))) or None
+    told = {"callbacks": list(callbacks)} if callbacks else {}
+    return (cost | told | ({} if outlook is None else _outlook_json(outlook))) or None
 
 
 def _outlook_json(outlook: Outlook) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import math
 
 import msgspec
@@ -46,6 +47,49 @@ class QuotaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 NO_QUOTA = QuotaConfig()
 
 
+class CallbacksConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Who is told that a batch has ended (docs/api.md). Callbacks are signed with a secret:
+    ``whsec_`` and 24 to 64 bytes in base64.
+
+    secret_file     file with the secret, absent: the environment variable
+                    ``COSCHED_CALLBACK_SECRET``. Of several secrets in it each signs, so that one
+                    can replace another
+    owner_secret_files  name of an API key's owner in `owners` -> file with the secret that signs
+                    the callbacks of its batches instead
+    urls            are told of every batch
+    allow_client_urls  ``metadata.callback_url`` of a batch is told of its end too
+    allow_http      URLs may begin with ``http://``
+    allow_networks  addresses that may be called although they are private, loopback or link-local:
+                    ``10.1.0.0/16``, ``::1/128``
+    timeout_s       most seconds of an attempt, from the host name to the status of the answer
+    retry_s         pause after the first attempt that fails; it doubles up to an hour, less up to
+                    half of it by chance [s]
+    give_up_h       how long after the end of a batch attempts go on [h]
+    max_at_once     most attempts at a time; of a host there is one
+    """
+
+    secret_file: str | None = None
+    owner_secret_files: dict[str, str] = msgspec.field(default_factory=dict)
+    urls: tuple[str, ...] = ()
+    allow_client_urls: bool = True
+    allow_http: bool = False
+    allow_networks: tuple[str, ...] = ()
+    timeout_s: float = 10.0
+    retry_s: float = 5.0
+    give_up_h: float = 72.0
+    max_at_once: int = 8
+
+    def __post_init__(self) -> None:
+        for name in ("timeout_s", "retry_s", "give_up_h"):
+            _check(f"callbacks.{name}", getattr(self, name))
+        _check("callbacks.max_at_once", self.max_at_once, at_least=1)
+        for network in self.allow_networks:
+            try:
+                ipaddress.ip_network(network)
+            except ValueError as error:
+                raise ValueError(f"callbacks.allow_networks: {error}") from None
+
+
 class BatchesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The Batch API of the server (docs/api.md).
 
@@ -68,6 +112,7 @@ class BatchesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                     where TENANT is a `metadata.tenant`, -> its share of what the key gets; TENANT:
                     of what keys without a name get (docs/offline_pool.md); others have 1
     quota           limits per API key
+    callbacks       who is told that a batch has ended; absent: nobody
     owners          a name -> API keys that share files and batches, in clear text or as ``sha256:``
                     and the hex digest. They are kept under the first key: add a new key at the end,
                     and keep the first one even when it is no longer valid
@@ -88,6 +133,7 @@ class BatchesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     late_margin_s: float = 600.0
     tenant_weights: dict[str, float] = msgspec.field(default_factory=dict)
     quota: QuotaConfig = QuotaConfig()
+    callbacks: CallbacksConfig | None = None
     owners: dict[str, tuple[str, ...]] = msgspec.field(default_factory=dict)
     isolate_keys: bool | None = None
     lease_s: float = 30.0

@@ -12,7 +12,7 @@ import sqlalchemy as sa
 from cosched.batch.errors import StoreUnavailableError
 from cosched.errors import ConfigError
 
-VERSION = 7
+VERSION = 8
 """Of the tables below. A change of them needs a new version: no other is read."""
 
 _LOCK_S = 5
@@ -20,8 +20,9 @@ _LOCK_S = 5
 _STATEMENT_S = 60
 """For a statement of PostgreSQL; the longest delete the lines of an ended batch."""
 _CONNECT_TIMEOUT_S = 10
-_CONNECTIONS, _MORE_CONNECTIONS = 12, 3
-"""That are kept, one for each thread of the service and of the feeder, and what may be beside."""
+_CONNECTIONS, _MORE_CONNECTIONS = 13, 3
+"""That are kept, one for each thread of the service, of the feeder and of callbacks, and what may
+be beside."""
 _TIMEOUTS = f"-c lock_timeout={_LOCK_S}s -c statement_timeout={_STATEMENT_S}s"
 _TABLES_LOCK, _QUOTAS_LOCK = 0x636F7363686564, 0x636F7363686565
 """Advisory locks of PostgreSQL: for changes of tables, and for counting what a tenant has."""
@@ -134,6 +135,32 @@ idempotency_keys = sa.Table(
     sa.Column("object_id", sa.String(64), nullable=False),
     sa.Column("expires_at", sa.BigInteger, nullable=False),
     sqlite_with_rowid=False,
+)
+
+
+callbacks = sa.Table(
+    "callbacks",
+    _metadata,
+    sa.Column("seq", sa.Integer, primary_key=True, autoincrement=True),
+    sa.Column("batch_id", _Text, nullable=False),
+    sa.Column("owner", sa.String(80), nullable=False),
+    sa.Column("url", _Text, nullable=False),
+    # With the port; one is called at a time.
+    sa.Column("host", _Text, nullable=False),
+    # The batch names the URL, otherwise the configuration.
+    sa.Column("is_own", sa.Boolean, nullable=False),
+    # The status with which the batch ended.
+    sa.Column("event", sa.String(16), nullable=False),
+    sa.Column("ended_at", sa.BigInteger, nullable=False),
+    sa.Column("state", sa.String(16), nullable=False),
+    sa.Column("num_attempts", sa.Integer, nullable=False),
+    # The next attempt, or the end of the lease of this one; null: there is none.
+    sa.Column("due_at", sa.Float(53)),
+    # Why the last attempt failed.
+    sa.Column("reason", _Text),
+    sa.Index("callbacks_due", "due_at"),
+    sa.Index("callbacks_by_batch", "batch_id"),
+    sqlite_autoincrement=True,
 )
 
 

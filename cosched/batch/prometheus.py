@@ -49,6 +49,7 @@ def _counter(name: str, text: str, labels: tuple[str, ...]) -> Metric:
 
 _TOKENS_TEXT = "Tokens of the answered lines of one batch, by kind."
 _RATE_TEXT = "Measured rate of offline work: prompt tokens, and output tokens times 3."
+_CALLBACKS_TEXT = "Callbacks delivered or given up, and attempts to be repeated, since the start."
 _SLACK_TEXT = "Time that the window of the batch leaves at its fair share of the rate."
 
 METRICS = (
@@ -59,6 +60,8 @@ METRICS = (
     ),
     _counter("batches_tokens", "Tokens of answered lines since the start, by kind.", ("kind",)),
     _gauge("batches_servers", "Live servers sharing this store."),
+    _counter("batches_callbacks", _CALLBACKS_TEXT, ("result",)),
+    _gauge("batches_callbacks_waiting", "Callbacks of the store that are to be delivered."),
     _gauge("http_loop_lag_seconds", "Longest lag of the HTTP event loop in the last minute."),
     _gauge("batches_tokens_per_second", _RATE_TEXT),
     _gauge("batch_lines", "Lines of one batch by state.", ("batch", "state")),
@@ -80,6 +83,8 @@ class Snapshot:
     finished       since the start: answered, failed, input, output -> lines and tokens
     num_servers    live servers that share the store
     loop_lag_s     longest lag of the event loop in the last minute
+    callbacks      since the start: `CallbackSender.ended`; None: the server sends none
+    num_callbacks_waiting  of the store
     """
 
     now: int
@@ -91,6 +96,8 @@ class Snapshot:
     tokens_per_s: float | None
     num_servers: int = 1
     loop_lag_s: float = 0.0
+    callbacks: Mapping[str, int] | None = None
+    num_callbacks_waiting: int = 0
 
 
 def exposition(found: Snapshot) -> bytes:
@@ -132,6 +139,10 @@ def _samples(found: Snapshot) -> Iterator[tuple[str, tuple[str, ...], float]]:
         yield "batches_tokens", (kind,), found.finished.get(kind, 0)
     yield "batches_servers", (), found.num_servers
     yield "http_loop_lag_seconds", (), found.loop_lag_s
+    if found.callbacks is not None:
+        for result in ("delivered", "retried", "failed"):
+            yield "batches_callbacks", (result,), found.callbacks.get(result, 0)
+        yield "batches_callbacks_waiting", (), found.num_callbacks_waiting
     if found.tokens_per_s is not None:
         yield "batches_tokens_per_second", (), found.tokens_per_s
     for batch in sorted(found.open, key=lambda one: one.expires_at)[:_MAX_BATCHES]:

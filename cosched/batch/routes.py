@@ -23,7 +23,8 @@ from cosched.batch.api import (
     page_json,
     unknown_fields,
 )
-from cosched.batch.data import Batch, File, Offer
+from cosched.batch.callback_rules import METADATA_KEY
+from cosched.batch.data import Batch, File, NewBatch, Offer
 from cosched.batch.errors import ApiError, StoreUnavailableError
 from cosched.batch.files import checked_name, too_large, upload_blocks
 from cosched.batch.jsonl.parquet import is_parquet
@@ -209,11 +210,12 @@ class _Routes:
         owner, key = self._owner(request), self._key(request)
         body = await request.body()
         asked = new_batch(body, owner=owner or "", offer=self._offer())
+        ignored = self._ignored(body, asked)
         if (once := once_of(request.headers, owner=owner or "", route="batches")) is not None:
             once = replace(once, digest=json_digest(body))
             made = await self._threads.run(key, self._store.made_before, once)
             if made is not None:
-                return await self._shown(key, made, ignored=unknown_fields(body))
+                return await self._shown(key, made, ignored=ignored)
         file = await self._threads.run(key, self._files.get, asked.input_file_id, owner=owner)
         if file.purpose != "batch":
             raise ApiError(
@@ -228,11 +230,21 @@ class _Routes:
             asked = replace(asked, num_lines=num_lines)
         batch = await self._threads.run(key, self._store.create, asked, once=once)
         await self._service.look()
-        return await self._shown(key, batch, ignored=unknown_fields(body))
+        return await self._shown(key, batch, ignored=ignored)
+
+    def _ignored(self, body: bytes, asked: NewBatch) -> list[str]:
+        """What has no effect. ApiError 400: no callback may go to the URL that it names."""
+        ignored, rules = unknown_fields(body), self._service.callback_rules
+        if rules is not None:
+            rules.check_metadata(asked.metadata)
+        if METADATA_KEY in (asked.metadata or {}) and (
+            rules is None or not rules.settings.allow_client_urls
+        ):
+            ignored.append(f"metadata.{METADATA_KEY}")
+        return ignored
 
     async def _shown(self, key: str, batch: Batch, *, ignored: Sequence[str] = ()) -> Response:
-        outlooks = await self._threads.run(key, self._service.outlooks, [batch])
-        shown = batch_json(batch, outlooks.get(batch.id))
+        [shown] = await self._threads.run(key, self._json_of, [batch], is_operator=False)
         if ignored:
             shown["cosched"] = {**(shown["cosched"] or {}), "ignored": ignored}
         return _json(shown)
@@ -242,9 +254,11 @@ class _Routes:
 
     async def list_all(self, request: Request) -> Response:
         """Of all owners, for the operator."""
-        return await self._listed(request, None)
+        return await self._listed(request, None, is_operator=True)
 
-    async def _listed(self, request: Request, owner: str | None) -> Response:
+    async def _listed(
+        self, request: Request, owner: str | None, *, is_operator: bool = False
+    ) -> Response:
         query = request.query_params
         key = None if owner is None else self._key(request)
         found, has_more = await self._threads.run(
@@ -254,10 +268,18 @@ class _Routes:
             after=query.get("after"),
             limit=limit_of(query.get("limit"), default=20, most=100),
         )
-        outlooks = await self._threads.run(key, self._service.outlooks, found)
-        shown = [batch_json(batch, outlooks.get(batch.id)) for batch in found]
+        shown = await self._threads.run(key, self._json_of, found, is_operator=is_operator)
         servers = {"servers": self._service.num_servers}
         return _json(page_json(shown, has_more) | {"cosched": servers})
+
+    def _json_of(self, found: Sequence[Batch], *, is_operator: bool) -> list[dict[str, Any]]:
+        """is_operator: with callbacks to URLs of the configuration."""
+        outlooks = self._service.outlooks(found)
+        callbacks = self._service.callbacks_of(found, only_own=not is_operator)
+        return [
+            batch_json(batch, outlooks.get(batch.id), callbacks=callbacks.get(batch.id, ()))
+            for batch in found
+        ]
 
     async def show(self, request: Request) -> Response:
         name, owner, key = request.path_params["id"], self._owner(request), self._key(request)

@@ -12,8 +12,11 @@ from typing import Any
 
 import httpx
 
+from cosched.batch.callback_rules import callback_rules
+from cosched.batch.callback_sender import CallbackSender
+from cosched.batch.callbacks import CallbackQueue
 from cosched.batch.config import BatchesConfig
-from cosched.batch.data import Batch
+from cosched.batch.data import OPEN, Batch
 from cosched.batch.errors import StoreUnavailableError
 from cosched.batch.feeder import Feeder
 from cosched.batch.files import FileStore
@@ -63,10 +66,20 @@ class BatchService:
         """Lock and open the store. ConfigError. `clock`: seconds of the epoch."""
         self.config = config
         self.keys = keys or ApiKeys(weights=config.tenant_weights)
+        self.callback_rules = callback_rules(config)
+        """None: no callbacks are sent."""
         self._opened = open_store(config)
         quota, database = config.quota, self._opened.database
         self.files = FileStore(database, self._opened.storage, clock=clock, quota=quota)
-        self.store = BatchStore(database, clock=clock, quota=quota)
+        self.store = BatchStore(
+            database, clock=clock, quota=quota, callback_rules=self.callback_rules
+        )
+        self.callbacks = CallbackQueue(database, clock=clock)
+        self._sender = (
+            None
+            if self.callback_rules is None
+            else CallbackSender(self.callbacks, self.callback_rules, clock=time.monotonic)
+        )
         slots = FairSlots(_NUM_THREADS, per_key=_THREADS_PER_KEY, max_waiting=_MAX_WAITING)
         self.threads = FairThreads("cosched-files", slots, answer_s=_ANSWER_S, rest_s=_REST_S)
         self._feeder: Feeder | None = None
@@ -117,11 +130,23 @@ class BatchService:
         except StoreUnavailableError:  # the batches themselves can still be shown
             return {}
 
+    def callbacks_of(
+        self, shown: Sequence[Batch], *, only_own: bool
+    ) -> Mapping[str, list[dict[str, Any]]]:
+        """Of those of these batches that have ended, as people see them. only_own: those to URLs
+        that the batch itself names. For any thread."""
+        ended = [batch.id for batch in shown if batch.status not in OPEN]
+        if not ended or self._sender is None:
+            return {}
+        return self.callbacks.of_batches(ended, only_own=only_own)
+
     def snapshot(self) -> Callable[[], Snapshot]:
         """For Prometheus: reads the feeder now; the result reads the store, in another thread."""
         feeder = self._feeder
         finished = {} if feeder is None else dict(feeder.finished)
         rate = None if feeder is None else feeder.rate
+        sender = self._sender
+        callbacks = None if sender is None else dict(sender.ended)
         num_servers, loop_lag_s = self.num_servers, self.loop_lag_s()
 
         def read() -> Snapshot:
@@ -136,6 +161,8 @@ class BatchService:
                 tokens_per_s=None if rate is None else rate.tokens_per_s,
                 num_servers=num_servers,
                 loop_lag_s=loop_lag_s,
+                callbacks=callbacks,
+                num_callbacks_waiting=0 if sender is None else self.callbacks.num_waiting(),
             )
 
         return read
@@ -187,12 +214,16 @@ class BatchService:
             )
             task = asyncio.create_task(self._feeder.run())
             task.add_done_callback(_log_end)
+            tasks = [task]
+            if self._sender is not None:
+                tasks.append(asyncio.create_task(self._sender.run()))
             try:
                 yield
             finally:
                 self._feeder = None
-                task.cancel()
-                await asyncio.wait([task])
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks)
                 self.close()
 
     def _aborted(self, batch: str, seconds: float) -> None:

@@ -17,9 +17,20 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from cosched.batch.callback_rules import CallbackRules
+from cosched.batch.callbacks import record_callbacks
 from cosched.batch.config import NO_QUOTA, QuotaConfig
 from cosched.batch.data import OPEN, Batch, Fault, File, Finished, Line, NewBatch, NewLine, Status
-from cosched.batch.database import Database, LineState, batches, files, lines, results, servers
+from cosched.batch.database import (
+    Database,
+    LineState,
+    batches,
+    callbacks,
+    files,
+    lines,
+    results,
+    servers,
+)
 from cosched.batch.documents import Claim
 from cosched.batch.errors import CLOSED, ApiError, not_found, unsent
 from cosched.batch.files import new_id
@@ -47,10 +58,12 @@ class BatchStore:
         *,
         clock: Callable[[], float],
         quota: QuotaConfig = NO_QUOTA,
+        callback_rules: CallbackRules | None = None,
     ) -> None:
         self._database = database
         self._clock = clock
         self._quota = quota
+        self._callback_rules = callback_rules
 
     def now(self) -> int:
         """Seconds of the epoch."""
@@ -348,6 +361,7 @@ class BatchStore:
             for row in gone:
                 connection.execute(files.delete().where(files.c.batch_id == row.id))
                 connection.execute(results.delete().where(results.c.batch == row.seq))
+                connection.execute(callbacks.delete().where(callbacks.c.batch_id == row.id))
                 connection.execute(batches.delete().where(batches.c.seq == row.seq))
         return len(gone)
 
@@ -407,6 +421,8 @@ class BatchStore:
             .where(batches.c.seq == row.seq)
             .values(status=status, times={**row.times, status.value: self.now()}, **values)
         )
+        if self._callback_rules is not None and status not in OPEN:
+            record_callbacks(connection, row, status, self._callback_rules, now=self.now())
 
 
 def _row(

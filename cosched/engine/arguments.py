@@ -331,9 +331,11 @@ def check_files(config: Config) -> None:
                 f"cannot read --latency-model {config.latency_model!r}: {error.strerror}"
             ) from None
     if config.batches.is_on:
+        from cosched.batch.callback_rules import callback_rules
         from cosched.batch.opening import check_store
 
         check_store(config.batches)
+        callback_rules(config.batches)
 
 
 def _check_writable(flag: str, path: Path) -> None:
