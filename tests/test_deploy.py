@@ -144,6 +144,13 @@ def test_rules_ask_for_metrics_that_there_are():
         grouped, allowed = set(), set()
         promql_parser.walk(promql_parser.parse(query), check)
         assert allowed, query
+    [scaled] = yaml.safe_load_all((DEPLOY / "keda.yaml").read_text())
+    target = scaled["spec"]["scaleTargetRef"]
+    assert (target["kind"], target["name"]) in {
+        (one["kind"], one["metadata"]["name"]) for one in MANIFESTS
+    }
+    [trigger] = scaled["spec"]["triggers"]
+    promql_parser.walk(promql_parser.parse(trigger["metadata"]["query"]), check)
     for rule in RULES:
         grouped, allowed = set(), {"le", "instance", "job"}
         promql_parser.walk(promql_parser.parse(rule["expr"]), check)

@@ -184,7 +184,7 @@ LARGE_CLASSES = {
     "a table, written out or sent as it is": {
         "cosched.core.caps.EngineCaps": 22,
         "cosched.engine.decisions.Decision": 24,
-        "cosched.engine.state.ReplicaState": 45,
+        "cosched.engine.state.ReplicaState": 46,
     },
     "each feature of the engine keeps what it knows here, not in a place of its own": {
         "cosched.engine.controller.Controller": 35,

@@ -105,8 +105,8 @@ class CallbackRules:
         port = url.port or {"https": 443, "http": 80}[url.scheme]
         try:
             found = socket.getaddrinfo(host_of(url), port, type=socket.SOCK_STREAM)
-        except OSError as error:
-            raise RefusedUrlError(f"the host name is not known: {error.strerror}") from None
+        except (OSError, UnicodeError) as error:  # UnicodeError: no name that DNS may have
+            raise RefusedUrlError(f"the host name is not known: {error}") from None
         known = (_address(str(entry[4][0])) for entry in found)
         allowed = [str(one) for one in known if one is not None and self._is_allowed(one)]
         if not allowed:

@@ -103,7 +103,11 @@ class CallbackSender:
 
     async def _deliver(self, transport: httpx.AsyncHTTPTransport, callback: Callback) -> None:
         try:
-            reason = await self._attempt(transport, callback)
+            try:
+                reason = await self._attempt(transport, callback)
+            except Exception:  # of ours: an attempt all the same, or it would never end
+                logger.exception("batches: the callback of %s", callback.batch_id)
+                reason = "the server failed; its log says why"
             if reason is None:
                 await self._store.run(None, self._queue.delivered, callback)
                 self.ended["delivered"] += 1

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
+from itertools import count, groupby
 from operator import itemgetter
 from typing import Any, BinaryIO
 
@@ -31,6 +31,7 @@ from cosched.batch.jsonl.client import Client
 from cosched.batch.jsonl.lines import BadLine, RequestLine
 from cosched.batch.jsonl.records import Answer, Failure
 from cosched.batch.rate import Ended, Progress, Rate, RateMeter, past_rate
+from cosched.batch.scaling import needed_ratio, replicas_wanted
 from cosched.batch.storage import FailureLog, FilesUnavailableError
 from cosched.batch.store import BatchStore, records_of
 from cosched.batch.threads import FairSlots, FairThreads
@@ -46,6 +47,8 @@ _STEP_S = 1.0
 """Between two steps when nothing happens: windows may have ended."""
 _PROGRESS_S = 2.0
 """Between two requests for the progress of the schedulers."""
+_IDLE_TURNS = 5
+"""Of which one asks where no line is in flight."""
 _SWEEP_S = 60.0
 _RETRY_S = 1.0
 _MAX_BYTES = 256 << 20
@@ -222,10 +225,10 @@ class Feeder:
                     await self._wake.wait()
 
     async def _follow(self) -> None:
-        """Ask for the progress of the lines in flight."""
-        while True:
+        """Ask for the progress of the lines in flight, and now and then for what chat needs."""
+        for turn in count():
             try:
-                if self.num_in_flight:
+                if self.num_in_flight or turn % _IDLE_TURNS == 0:
                     self._meter.progressed(await self._progress())
             except Exception:
                 logger.exception("batches: the schedulers do not report their progress")
@@ -264,6 +267,17 @@ class Feeder:
             None if self._is_paused() and self.num_servers == 1 else self._forecasts,
             taken=taken,
             done=self._meter.progress.done_of(self.num_in_flight),
+        )
+
+    def replicas_wanted(self, found: Sequence[Batch]) -> float | None:
+        """None: nothing is known of chat. found: open batches. For any thread."""
+        saturation = self._meter.progress.saturation
+        if saturation is None:
+            return None
+        now, margin_s = self._store.now(), self._config.late_margin_s
+        known = [] if self._is_paused() else found
+        return replicas_wanted(
+            saturation, needed_ratio(known, self._forecasts, now=now, margin_s=margin_s)
         )
 
     def _forecasts_of(self, found: Sequence[Batch]) -> dict[str, Forecast]:

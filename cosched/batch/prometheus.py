@@ -50,6 +50,7 @@ def _counter(name: str, text: str, labels: tuple[str, ...]) -> Metric:
 _TOKENS_TEXT = "Tokens of the answered lines of one batch, by kind."
 _RATE_TEXT = "Measured rate of offline work: prompt tokens, and output tokens times 3."
 _CALLBACKS_TEXT = "Callbacks delivered or given up, and attempts to be repeated, since the start."
+_WANTED_TEXT = "Part of this server in the replicas that chat and the windows of batches need."
 _SLACK_TEXT = "Time that the window of the batch leaves at its fair share of the rate."
 
 METRICS = (
@@ -64,6 +65,7 @@ METRICS = (
     _gauge("batches_callbacks_waiting", "Callbacks of the store that are to be delivered."),
     _gauge("http_loop_lag_seconds", "Longest lag of the HTTP event loop in the last minute."),
     _gauge("batches_tokens_per_second", _RATE_TEXT),
+    _gauge("replicas_wanted", _WANTED_TEXT),
     _gauge("batch_lines", "Lines of one batch by state.", ("batch", "state")),
     _gauge("batch_tokens", _TOKENS_TEXT, ("batch", "kind")),
     _gauge("batch_age_seconds", "Time since the batch was created.", _BATCH),
@@ -83,6 +85,7 @@ class Snapshot:
     finished       since the start: answered, failed, input, output -> lines and tokens
     num_servers    live servers that share the store
     loop_lag_s     longest lag of the event loop in the last minute
+    replicas_wanted  see `scaling.replicas_wanted`; None: nothing is known of chat
     callbacks      since the start: `CallbackSender.ended`; None: the server sends none
     num_callbacks_waiting  of the store
     """
@@ -96,6 +99,7 @@ class Snapshot:
     tokens_per_s: float | None
     num_servers: int = 1
     loop_lag_s: float = 0.0
+    replicas_wanted: float | None = None
     callbacks: Mapping[str, int] | None = None
     num_callbacks_waiting: int = 0
 
@@ -145,6 +149,8 @@ def _samples(found: Snapshot) -> Iterator[tuple[str, tuple[str, ...], float]]:
         yield "batches_callbacks_waiting", (), found.num_callbacks_waiting
     if found.tokens_per_s is not None:
         yield "batches_tokens_per_second", (), found.tokens_per_s
+    if found.replicas_wanted is not None:
+        yield "replicas_wanted", (), found.replicas_wanted
     for batch in sorted(found.open, key=lambda one: one.expires_at)[:_MAX_BATCHES]:
         own = (batch.id,)
         for state, count in _lines(batch, found).items():

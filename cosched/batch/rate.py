@@ -75,6 +75,8 @@ class Progress:
     prefill_token_s  predicted time of a prompt token [s]
     decode_s         predicted time of a decode iteration when the last offline requests run beside
                      the online ones; 0: not predicted [s]
+    saturation       what online requests need of the device by their targets, over what there is;
+                     None: not known
     """
 
     running: Sequence[Running] = ()
@@ -82,6 +84,7 @@ class Progress:
     num_online: float = 0.0
     prefill_token_s: float = 0.0
     decode_s: float = 0.0
+    saturation: float | None = None
 
     def done_of(self, num_in_flight: int) -> float:
         """Mean share of the replies of lines in flight that is generated, of their limits (0 to

@@ -161,6 +161,7 @@ class BatchService:
                 tokens_per_s=None if rate is None else rate.tokens_per_s,
                 num_servers=num_servers,
                 loop_lag_s=loop_lag_s,
+                replicas_wanted=None if feeder is None else feeder.replicas_wanted(found),
                 callbacks=callbacks,
                 num_callbacks_waiting=0 if sender is None else self.callbacks.num_waiting(),
             )

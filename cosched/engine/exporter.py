@@ -92,6 +92,9 @@ _TABLE = (
           "request_class", "num_waiting_{}", _CLASSES),
     _rows(_G, "running_requests", "Requests running.",
           "request_class", "num_running_{}", _CLASSES),
+    _row(_G, "saturation",
+         "What online requests need of the device by their targets, over what there is.",
+         "chat.saturation"),
     # Tiers of online requests.
     _Row(Metric("tier_slo_met", _C, "Online requests of a tier that met a target.", _TIER)),
     _Row(Metric("tier_slo_missed", _C, "Online requests of a tier that missed a target.", _TIER)),

@@ -9,10 +9,12 @@ import msgspec
 from cosched.core.batch import BatchShape, BatchTotals
 from cosched.core.request import RequestClass
 from cosched.engine import port
+from cosched.engine.chat_load import ChatState
 from cosched.engine.controller import Controller
 from cosched.engine.state import OfflineProgress, PlanningTimes, ReplicaState, TierState
 from cosched.engine.tracked import TrackedRequest
 from cosched.pool.tenants import TenantPool
+from cosched.predict.saturation import saturation
 
 _OFFLINE_IN_TAIL = 4
 """One of this many running offline requests still runs, in the mean, when no more begin."""
@@ -89,9 +91,32 @@ def state_of(controller: Controller) -> ReplicaState:
         pool=pool.stats() if isinstance(pool, TenantPool) else None,
         kv=None if controller.kv is None else controller.kv.occupancy(),
         alone=None if controller.isolated is None else controller.isolated.state(),
+        chat=chat_state(controller),
         tiers=_tiers(controller, running),
         logs_off=tuple(name for name, log in controller.logs.items() if log.is_off),
     )
+
+
+def chat_state(controller: Controller) -> ChatState | None:
+    """O(online requests of the last minute)."""
+    if not (controller.is_timed and controller.predictor.knows_prefills):
+        return None
+    unfinished = TrackedRequest.of(controller.scheduler.chunked_req)
+    is_chat = unfinished is not None and unfinished.request_class is RequestClass.ONLINE
+    rates = controller.service.chat_load.rates(
+        controller.clock.now_s(),
+        [*controller.waiting.online, *([unfinished] if unfinished and is_chat else [])],
+        tokens_per_decode=controller.table.tokens_per_decode,
+    )
+    if rates is None:
+        return None
+    share = saturation(
+        rates,
+        controller.predictor.extrapolated_s,
+        max_running=controller.caps.max_running_requests,
+        kv_tokens=port.kv_total(controller.scheduler),
+    )
+    return ChatState(saturation=round(share, 4), requests_per_s=round(rates.requests_per_s, 4))
 
 
 def _tiers(controller: Controller, running: list[TrackedRequest]) -> dict[str, TierState]:

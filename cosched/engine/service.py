@@ -15,6 +15,7 @@ from cosched.core.batch import BatchShape, BatchTotals
 from cosched.core.request import LateReason, RequestClass, Slo
 from cosched.core.tiers import Tier
 from cosched.engine import port
+from cosched.engine.chat_load import ChatLoad
 from cosched.engine.history import bucket_of
 from cosched.engine.tracked import TrackedRequest
 from cosched.predict.calibration import Calibrator
@@ -65,6 +66,7 @@ class ServiceRecord:
         self._slo = slo
         self.tiers = [TierService(tier.name) for tier in tiers]
         self.listener: ServiceListener | None = None
+        self.chat_load = ChatLoad()
         self.output_tokens: Counter[RequestClass] = Counter()
         self.aborted: Counter[RequestClass] = Counter()
         """Requests that were aborted after they had begun."""
@@ -124,6 +126,7 @@ class ServiceRecord:
         if self.listener is not None:
             self.listener.first_token(tracked.request_class, ttft_s)
         if tracked.request_class is RequestClass.ONLINE:
+            self.chat_load.began(tracked, _target(tracked.slo.tpot_s, self._slo.tpot_s))
             most_s = _target(tracked.slo.ttft_s, self._slo.ttft_s)
             self._judge(tracked, "ttft", ttft_s, most_s)
             if most_s is not None and ttft_s > most_s:
@@ -142,6 +145,7 @@ class ServiceRecord:
         if tracked.request_class is RequestClass.OFFLINE:
             self._judge(tracked, "deadline", e2e_s, slo.deadline_s)
         elif tracked.num_reported_tokens:
+            self.chat_load.ended(tracked)
             most_ttft_s = _target(slo.ttft_s, self._slo.ttft_s)
             most_tpot_s = _target(slo.tpot_s, self._slo.tpot_s)
             # As docs/metrics.md has it: a reply of one token meets any TPOT.

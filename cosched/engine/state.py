@@ -10,6 +10,7 @@ import msgspec
 from cosched.core.request import RequestClass
 from cosched.core.view import OfflineLimits
 from cosched.engine import port
+from cosched.engine.chat_load import ChatState
 from cosched.engine.isolated import IsolatedState
 from cosched.engine.tracked import TrackedRequest
 from cosched.memory.occupancy import KvOccupancy
@@ -118,6 +119,7 @@ class ReplicaState(msgspec.Struct, kw_only=True, frozen=True):
     skipped          why waiting requests were left out of the latest plan -> number
     pool             None: offline requests wait in the order of arrival
     kv               None: the engine's own order of eviction holds
+    chat             None: too little is known of online requests or of iteration times
     tiers            of online requests by name, the highest first; empty without tiers
     logs_off         logs that were switched off because a line could not be written
     """
@@ -166,6 +168,7 @@ class ReplicaState(msgspec.Struct, kw_only=True, frozen=True):
     kv: KvOccupancy | None
     logs_off: tuple[str, ...]
     alone: IsolatedState | None = None
+    chat: ChatState | None = None
     tiers: dict[str, TierState] = {}
 
     def to_dict(self) -> dict[str, Any]:

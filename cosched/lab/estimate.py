@@ -3,7 +3,8 @@
 The file is one for `cosched batch` or POST /v1/batches. Its lines are sent to the simulated
 scheduler as the server's own feeder sends them (in prefix order, --concurrency lines at a time),
 while the chats of the trace arrive. With --starts N the file is submitted at N times, spread
-evenly over the trace; the chance to miss is the share of those in which the window ends first. The
+evenly over the trace; the chance to miss is the share of those in which the window ends first. With
+--replicas N it is one of N servers that share chats and file: the one with the most tokens. The
 last line of the output is one JSON object. docs/api.md lists the assumptions, docs/simulation.md
 what is simulated.
 
@@ -12,6 +13,7 @@ what is simulated.
 
 from __future__ import annotations
 
+import math
 import sys
 import zlib
 from collections.abc import Sequence
@@ -60,6 +62,7 @@ main = partial(run, "estimate")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Submission:
     """
+    saturation  what the chats need of a replica, in the mean (`cosched:saturation`)
     start_s   time of the trace at which the file is submitted [s]
     finished  lines finished within the window
     finish_s  from then until the last line is finished [s]; None: not within the window
@@ -69,6 +72,7 @@ class _Submission:
     finished: int
     finish_s: float | None
     chat_attainment: float | None
+    saturation: float | None
 
 
 @app.default
@@ -84,6 +88,8 @@ class Estimate(JsonOption):
     """completion window"""
     starts: Count = 1
     """number of times at which the file is submitted, the first at the beginning of the trace"""
+    replicas: Count = 1
+    """servers that share the chats, by conversation, and the file"""
     reply_tokens: Count | None = None
     """length of a reply, within its limit; default: its limit, or 256 without one"""
     concurrency: Count = BatchesConfig().high_watermark
@@ -105,7 +111,8 @@ class Estimate(JsonOption):
 
     def __call__(self) -> int:
         window_s = float(window_seconds(self.window))
-        offline = read_lines(self.file, reply_tokens=self.reply_tokens)
+        lines = read_lines(self.file, reply_tokens=self.reply_tokens)
+        offline = part_of_lines(lines, self.replicas)
         data_dir = data_dir_of(self.data_dir)
         spec = RunSpec(
             setting=Setting(
@@ -126,16 +133,18 @@ class Estimate(JsonOption):
             start_s = index * trace_s / self.starts
             chats = self._chats(spec, start_s + window_s)
             chats = slice_time(chats, start_s, start_s + window_s)
-            runs.append(self._submit(spec, chats.requests, offline, start_s=start_s))
+            mine = part_of_chats(chats.requests, self.replicas)
+            runs.append(self._submit(spec, mine, offline, start_s=start_s))
         num_missed = sum(run.finish_s is None for run in runs)
         finished = sorted(run.finish_s for run in runs if run.finish_s is not None)
         _print_table(runs, num_lines=len(offline))
         return self.finish(
             {
                 "program": "estimate",
-                "lines": len(offline),
-                "prompt_tokens": sum(request.num_prompt_tokens for request in offline),
-                "output_tokens": sum(request.num_output_tokens for request in offline),
+                "lines": len(lines),
+                "replicas": self.replicas,
+                "prompt_tokens": sum(request.num_prompt_tokens for request in lines),
+                "output_tokens": sum(request.num_output_tokens for request in lines),
                 "window_s": window_s,
                 "miss_chance": num_missed / len(runs),
                 "earliest_finish_s": finished[0] if finished else None,
@@ -178,7 +187,25 @@ class Estimate(JsonOption):
             finished=len(ends),
             finish_s=max(ends) if len(ends) == len(offline) else None,
             chat_attainment=result.summary.online.attainment.joint.ratio,
+            saturation=result.saturation,
         )
+
+
+def part_of_chats(chats: Sequence[TraceRequest], replicas: int) -> list[TraceRequest]:
+    """Those of one replica: the turns of a conversation go to the same one."""
+    return [
+        chat for chat in chats if zlib.crc32((chat.session or chat.rid).encode()) % replicas == 0
+    ]
+
+
+def part_of_lines(lines: Sequence[TraceRequest], replicas: int) -> Sequence[TraceRequest]:
+    """Those of the replica that has the most tokens, as servers divide a batch between documents:
+    of as many consecutive parts."""
+    size = math.ceil(len(lines) / replicas)
+    parts = [lines[start : start + size] for start in range(0, len(lines), size)]
+    return max(
+        parts, key=lambda part: sum(one.num_prompt_tokens + one.num_output_tokens for one in part)
+    )
 
 
 def read_lines(path: Path, *, reply_tokens: int | None = None) -> list[TraceRequest]:
@@ -208,13 +235,16 @@ def _tokens(text: str) -> list[int]:
 
 
 def _print_table(runs: Sequence[_Submission], *, num_lines: int) -> None:
-    table = Table("submitted at", "finished lines", "finished after", "chats within their targets")
+    table = Table(
+        "submitted at", "finished lines", "finished after", "chats within targets", "saturation"
+    )
     for one in runs:
         table.add_row(
             f"{one.start_s:,.0f} s",
             f"{one.finished:,} of {num_lines:,}",
             "not within the window" if one.finish_s is None else f"{one.finish_s:,.0f} s",
             "none" if one.chat_attainment is None else f"{one.chat_attainment:.1%}",
+            "not known" if one.saturation is None else f"{one.saturation:.2f}",
         )
     Console().print(table)
 

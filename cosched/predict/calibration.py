@@ -157,14 +157,17 @@ class Calibrator(Predictor):
 
     def estimate_s(self, totals: BatchTotals) -> float:
         """The prediction without the margin [s]."""
-        num_new = totals.num_new
-        if not num_new and not totals.num_decodes:
-            return 0.0
-        shape = self._phases[num_new > 0].shape
-        if shape is None:
-            return self._cold_s(totals)
-        seconds, known = shape.predict_s(totals) * self.scale, self._known
+        seconds = self.extrapolated_s(totals)
+        known = None if self._phases[totals.num_new > 0].shape is None else self._known
         return seconds if known is None else seconds * known.growth(totals)
+
+    def extrapolated_s(self, totals: BatchTotals) -> float:
+        """The same without growth: also beyond the largest iteration known the shape is trusted.
+        For what is not decided by, as it may be too short [s]."""
+        if not totals.num_new and not totals.num_decodes:
+            return 0.0
+        shape = self._phases[totals.num_new > 0].shape
+        return self._cold_s(totals) if shape is None else shape.predict_s(totals) * self.scale
 
     def _cold_s(self, totals: BatchTotals) -> float:
         """Of an iteration whose phase is cold, by what is known of the other phase: decodes take no

@@ -10,6 +10,12 @@ from cosched.core.batch import BatchShape, Prefill
 CHUNK_TOKENS = 8192
 """Prompt tokens of the largest iteration: more gain nothing."""
 
+NUM_HALVINGS = 24
+"""Steps of a bisection."""
+
+MOST_DOUBLINGS = 8
+"""An iteration 256 times as long because of online requests leaves no time for a job."""
+
 
 class LineCost(NamedTuple):
     """What one line of a job costs in the best batch of the job alone.
@@ -43,3 +49,35 @@ def token_cost_s(
 ) -> float:
     """Share of one decode in an iteration of like ones."""
     return iteration_s(BatchShape(decodes=[context] * num_decodes)) / num_decodes
+
+
+def most_per_s(
+    iteration_s: Callable[[float, float], float], *, largest: float, limit_s: float
+) -> float:
+    """Jobs per second of equal iterations, each with the same share of the job.
+
+    iteration_s  share of the job, and the time whose other work is in the iteration too [s] -> time
+                 of the iteration [s]
+    largest      share of the job that one iteration can hold
+    limit_s      most time of an iteration [s]
+    """
+    longest_s = min(limit_s, iteration_s(largest, 0.0))
+    for _ in range(MOST_DOUBLINGS):
+        if longest_s == limit_s or iteration_s(largest, longest_s) <= longest_s:
+            break
+        longest_s = min(limit_s, 2 * longest_s)
+    if iteration_s(0.0, longest_s) > longest_s:
+        return 0.0
+    if iteration_s(largest, longest_s) > longest_s:
+        share = _least(lambda s: iteration_s(s, longest_s) > longest_s, most=largest)
+        return share / longest_s
+    return largest / _least(lambda s: iteration_s(largest, s) <= s, most=longest_s)
+
+
+def _least(holds: Callable[[float], bool], *, most: float) -> float:
+    """The least number, at most `most`, from which on `holds` is true."""
+    low, high = 0.0, most
+    for _ in range(NUM_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high

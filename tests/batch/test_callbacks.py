@@ -447,6 +447,14 @@ def test_a_batch_ends_also_where_its_url_may_be_called_no_longer(database, clock
     assert store.remove_ended(kept_s=5) == 1 and not states_of(queue)
 
 
+def test_a_name_that_dns_cannot_have_is_a_failed_attempt(sqlite, clock):
+    rules = rules_of()
+    ended(BatchStore(sqlite, clock=clock, callback_rules=rules), f"https://{'a' * 64}.example/")
+    queue = CallbackQueue(sqlite, clock=clock)
+    asyncio.run(sending(queue, rules, lambda: is_through(queue)))
+    assert "not known" in states_of(queue)[0][1]
+
+
 def test_a_batch_whose_window_has_ended_is_told_of_as_expired(sqlite, clock):
     rules = rules_of(urls=("http://127.0.0.1:9/",))
     store = BatchStore(sqlite, clock=clock, callback_rules=rules)

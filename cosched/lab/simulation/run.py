@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -56,6 +57,7 @@ class RunResult:
     cosched     counters of the controller; None under stock scheduling
     kv          KV memory by use (`KvOccupancy`), one row per second; empty if SGLang evicts in its
                 own order
+    saturation  mean of `ChatState.saturation` over the run; None: it was not known
     """
 
     spec: RunSpec
@@ -67,6 +69,7 @@ class RunResult:
     wall_s: float
     cost_model: dict[str, object]
     cosched: dict[str, Any] | None
+    saturation: float | None = None
     gave_up: bool = False
 
     def to_dict(self, *, with_host: bool = False) -> dict[str, Any]:
@@ -79,6 +82,7 @@ class RunResult:
             "cost_model": self.cost_model,
             "end_s": self.end_s,
             "cosched": cosched,
+            "saturation": self.saturation,
             "summary": self.summary.to_dict(with_host=with_host),
         }
         if with_host:
@@ -193,6 +197,7 @@ def execute_requests(
             wall_s=wall_s,
             cost_model=cost_model.describe(),
             cosched=state_of(controller).to_dict() if controller is not None else None,
+            saturation=round(fmean(engine.saturation), 4) if engine.saturation else None,
             gave_up=gave_up,
         )
 

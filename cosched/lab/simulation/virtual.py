@@ -37,6 +37,7 @@ from cosched.engine import port
 from cosched.engine.attach import use_virtual_device
 from cosched.engine.port.prefixes import RunningPrefixes, with_repeated
 from cosched.engine.port.read_once import assuming_one_reading
+from cosched.engine.read_state import chat_state
 from cosched.errors import ConfigError
 from cosched.lab.cost_models.base import PrefixReads
 from cosched.lab.cost_models.overheads import Launches
@@ -92,6 +93,7 @@ class VirtualEngine:
     records     of the requests that ended, in that order
     iterations  one row per forward pass
     kv          KV memory by use, once a second; empty if cosched does not manage it
+    saturation  `ChatState.saturation` once a second, once it is known
     local       the engine underneath, for requests that no source sends
     """
 
@@ -121,6 +123,7 @@ class VirtualEngine:
         self.records: list[RequestRecord] = []
         self.iterations = IterationLog()
         self.kv = ColumnLog(KV_COLUMNS)
+        self.saturation: list[float] = []
         self._kv_due_s = 0.0
         self._computed = ComputedPrefixes()
         self._num_again = dict.fromkeys(RequestClass, 0)
@@ -482,8 +485,12 @@ class VirtualEngine:
 
     def _log_kv(self, now_s: float) -> None:
         controller = self._controller
-        if controller is None or controller.kv is None or now_s < self._kv_due_s:
+        if controller is None or now_s < self._kv_due_s:
             return
         self._kv_due_s = now_s + KV_PERIOD_S
+        if (chat := chat_state(controller)) is not None:
+            self.saturation.append(chat.saturation)
+        if controller.kv is None:
+            return
         row = kv_row(controller.kv.occupancy())
         self.kv.append((now_s, *self._num_again.values(), *row))

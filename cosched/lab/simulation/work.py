@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import groupby
@@ -19,18 +19,18 @@ from cosched.core.batch import BatchShape, Prefill
 from cosched.lab.cost_models.base import CostModel
 from cosched.lab.metrics.records import RequestRecord
 from cosched.lab.metrics.stats import Window
-from cosched.predict.work import CHUNK_TOKENS, LineCost, prompt_cost_s, token_cost_s
+from cosched.predict.work import (
+    CHUNK_TOKENS,
+    LineCost,
+    most_per_s,
+    prompt_cost_s,
+    token_cost_s,
+)
 from cosched_traces.summary import prefix_parts
 from cosched_traces.workload import TraceRequest
 
 SIZES = (0.0, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0, 1.05, 1.1, 1.15, 1.25, 1.5, 2.0, 4.0)
 """Prompt tokens of an iteration over their mean: two sizes can be faster than equal ones."""
-
-NUM_HALVINGS = 24
-"""Steps of a bisection."""
-
-MOST_DOUBLINGS = 8
-"""An iteration 256 times as long because of online requests leaves no time for a job."""
 
 
 class _Part(NamedTuple):
@@ -207,17 +207,7 @@ def _jobs_per_s(
         load = _Load.total([job.times(share), beside.times(lasting_s)])
         return _iteration_s(cost_model, load)
 
-    longest_s = min(limit_s, iteration_s(largest, 0.0))
-    for _ in range(MOST_DOUBLINGS):
-        if longest_s == limit_s or iteration_s(largest, longest_s) <= longest_s:
-            break
-        longest_s = min(limit_s, 2 * longest_s)
-    if iteration_s(0.0, longest_s) > longest_s:
-        return 0.0
-    if iteration_s(largest, longest_s) > longest_s:
-        share = _least(lambda s: iteration_s(s, longest_s) > longest_s, most=largest)
-        return share / longest_s
-    return largest / _least(lambda s: iteration_s(largest, s) <= s, most=longest_s)
+    return most_per_s(iteration_s, largest=largest, limit_s=limit_s)
 
 
 def _iteration_s(cost_model: CostModel, load: _Load) -> float:
@@ -243,15 +233,6 @@ def _iteration_s(cost_model: CostModel, load: _Load) -> float:
         for large, large_s in times_s.items()
         if small <= 1 <= large
     )
-
-
-def _least(holds: Callable[[float], bool], *, most: float) -> float:
-    """The least number, at most `most`, from which on `holds` is true."""
-    low, high = 0.0, most
-    for _ in range(NUM_HALVINGS):
-        middle = (low + high) / 2
-        low, high = (low, middle) if holds(middle) else (middle, high)
-    return high
 
 
 def _load_of(online: Iterable[RequestRecord], window: Window) -> _Load:

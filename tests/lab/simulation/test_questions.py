@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
@@ -13,16 +14,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cosched import simulate
-from cosched.core.request import Slo
+from cosched.core.request import RequestClass, Slo
 from cosched.errors import ConfigError
 from cosched.lab.estimate import main as estimate
-from cosched.lab.estimate import read_lines
+from cosched.lab.estimate import part_of_chats, part_of_lines, read_lines
 from cosched.lab.metrics.goals import parse_goal
 from cosched.lab.simulation import virtual
 from cosched.lab.simulation.find import QUESTIONS, find
 from cosched.lab.simulation.run_spec import WorkloadSpec
 from cosched.lab.simulation.search import largest_good, last_good, values_between
 from cosched.lab.simulation.slo_search import SEARCHES, find_largest
+from cosched_traces.workload import TraceRequest
 from tests.batch.api import line
 from tests.in_process import stay_in_process
 from tests.lab.simulation.specs import make_spec
@@ -220,9 +222,33 @@ def test_an_estimate_says_when_the_file_is_finished_and_how_often_it_is_not(tmp_
     alone = ("--concurrency", "1", "--starts", "1")
     slow = ask(path, *alone)
     assert slow["earliest_finish_s"] > told["latest_finish_s"]
+    half = ask(path, *alone, "--replicas", "2")
+    assert half["lines"] == 60 and half["starts"][0]["finished"] == 30
+    assert half["latest_finish_s"] < slow["latest_finish_s"]
+    assert half["starts"][0]["saturation"] < slow["starts"][0]["saturation"]
     missed = ask(write(tmp_path / "long.jsonl", 60, max_tokens=900), *alone)
     assert missed["miss_chance"] == 1 and missed["latest_finish_s"] is None
     assert 0 < missed["starts"][0]["finished"] < 60
+
+
+def test_replicas_share_chats_by_conversation_and_the_file_in_its_order(tmp_path):
+    chats = [
+        TraceRequest(
+            rid=f"{session}-{turn}",
+            request_class=RequestClass.ONLINE,
+            arrival_s=0.0,
+            num_output_tokens=1,
+            session=session,
+        )
+        for session in map(str, range(40))
+        for turn in range(3)
+    ]
+    mine = part_of_chats(chats, 2)
+    assert part_of_chats(chats, 1) == chats and 30 < len(mine) < 90
+    assert {Counter(one.session for one in mine)[one.session] for one in mine} == {3}
+    lines = read_lines(write(tmp_path / "in.jsonl", 41))
+    assert part_of_lines(lines, 1) == lines
+    assert part_of_lines(lines, 2) == lines[:21]
 
 
 def test_lines_are_read_in_prefix_order_with_replies_within_their_limit(tmp_path):
