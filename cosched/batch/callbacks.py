@@ -121,8 +121,8 @@ class CallbackQueue:
         self.now = clock
 
     def claim(self, *, limit: int, busy: Collection[str], lease_s: float) -> list[Callback]:
-        """Callbacks that are due, the oldest of each host that is not `busy`. Nobody else gets them
-        within the lease."""
+        """Callbacks that are due, the oldest of each host that is not `busy`. No other server
+        gets them within the lease."""
         now = self.now()
         is_due = callbacks.c.due_at <= now
         with self._database.read() as connection:

@@ -112,7 +112,7 @@ class BatchesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                     where TENANT is a `metadata.tenant`, -> its share of what the key gets; TENANT:
                     of what keys without a name get (docs/offline_pool.md); others have 1
     quota           limits per API key
-    callbacks       who is told that a batch has ended; absent: nobody
+    callbacks       who is told that a batch has ended; absent: no callbacks are sent
     owners          a name -> API keys that share files and batches, in clear text or as ``sha256:``
                     and the hex digest. They are kept under the first key: add a new key at the end,
                     and keep the first one even when it is no longer valid

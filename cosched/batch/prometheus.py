@@ -50,7 +50,7 @@ def _counter(name: str, text: str, labels: tuple[str, ...]) -> Metric:
 _TOKENS_TEXT = "Tokens of the answered lines of one batch, by kind."
 _RATE_TEXT = "Measured rate of offline work: prompt tokens, and output tokens times 3."
 _CALLBACKS_TEXT = "Callbacks delivered or given up, and attempts to be repeated, since the start."
-_WANTED_TEXT = "Part of this server in the replicas that chat and the windows of batches need."
+_WANTED_TEXT = "Replicas needed for the chat of this server and its share of batches; sum them."
 _SLACK_TEXT = "Time that the window of the batch leaves at its fair share of the rate."
 
 METRICS = (
@@ -62,7 +62,7 @@ METRICS = (
     _counter("batches_tokens", "Tokens of answered lines since the start, by kind.", ("kind",)),
     _gauge("batches_servers", "Live servers sharing this store."),
     _counter("batches_callbacks", _CALLBACKS_TEXT, ("result",)),
-    _gauge("batches_callbacks_waiting", "Callbacks of the store that are to be delivered."),
+    _gauge("batches_callbacks_waiting", "Callbacks in the store waiting for delivery."),
     _gauge("http_loop_lag_seconds", "Longest lag of the HTTP event loop in the last minute."),
     _gauge("batches_tokens_per_second", _RATE_TEXT),
     _gauge("replicas_wanted", _WANTED_TEXT),

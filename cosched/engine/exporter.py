@@ -93,7 +93,7 @@ _TABLE = (
     _rows(_G, "running_requests", "Requests running.",
           "request_class", "num_running_{}", _CLASSES),
     _row(_G, "saturation",
-         "What online requests need of the device by their targets, over what there is.",
+         "Device time that online requests need at their TPOT target, per second; 1 is all.",
          "chat.saturation"),
     # Tiers of online requests.
     _Row(Metric("tier_slo_met", _C, "Online requests of a tier that met a target.", _TIER)),
