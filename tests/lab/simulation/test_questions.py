@@ -225,7 +225,7 @@ def test_an_estimate_says_when_the_file_is_finished_and_how_often_it_is_not(tmp_
     half = ask(path, *alone, "--replicas", "2")
     assert half["lines"] == 60 and half["starts"][0]["finished"] == 30
     assert half["latest_finish_s"] < slow["latest_finish_s"]
-    assert half["starts"][0]["saturation"] < slow["starts"][0]["saturation"]
+    assert half["starts"][0]["saturation"] is None, "the run is too short to tell"
     missed = ask(write(tmp_path / "long.jsonl", 60, max_tokens=900), *alone)
     assert missed["miss_chance"] == 1 and missed["latest_finish_s"] is None
     assert 0 < missed["starts"][0]["finished"] < 60
