@@ -23,6 +23,7 @@ import msgspec
 from cyclopts import Parameter
 
 from cosched.cli import JsonOption, OldFile, new_app, run, whole
+from cosched.core.plan import Plan
 from cosched.engine.decision_log.read import Entry, read_log
 from cosched.engine.decision_log.story import Story
 from cosched.engine.decision_log.summary import LogSummary, table
@@ -67,7 +68,7 @@ class Explain(JsonOption):
 
 def _tell_story(entries: Iterator[Entry], rid: str, path: Path) -> dict[str, Any]:
     stories: dict[RequestFacts, Story] = {}
-    first: Decision | None = None
+    first: Decision[Plan] | None = None
     seen_s: list[float] = []
     named: dict[str, None] = {}
     for entry in entries:
@@ -95,7 +96,8 @@ def _show_iteration(entries: Iterator[Entry], number: int, path: Path) -> dict[s
         first = last if first is None else first
         if last == number:
             shown: dict[str, Any] = msgspec.to_builtins(entry.decision)
-            print("\n".join(table(shown)))
+            plan: dict[str, Any] = shown["plan"]
+            print("\n".join(table({name: shown[name] for name in shown if name != "plan"} | plan)))
             return shown
     held = "none" if last is None else f"{first} to {last}"
     raise ConfigError(f"no iteration {number} in {str(path)!r}: it holds {held}")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any, cast
+
+import msgspec
 
 from cosched.core.request import LateReason
 
@@ -57,14 +59,12 @@ class SkipReason(Enum):
     RECOMPUTE_DEBT = "recompute_debt"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Preemption:
+class Preemption(msgspec.Struct, frozen=True, kw_only=True):
     rid: str
     mode: PreemptMode = PreemptMode.KEEP_KV
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hosting:
+class Hosting(msgspec.Struct, frozen=True, kw_only=True):
     """A request that grows into KV promised to another one (EcoServe §3.4).
 
     host    rid of the other one
@@ -76,10 +76,12 @@ class Hosting:
     offset: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Plan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Everything that the engine does in one iteration. A plan that the engine cannot run is
     refused as a whole (`cosched.schedule.validate`).
+
+    Other ranks and the decision log get all of it in one form, `to_json`: a field that is added
+    here is in both. `msgspec.structs.replace` changes a copy.
 
     prefill     rid -> new prompt tokens to compute, in the order of admission: waiting requests and
                 the unfinished prefill. If it names any, it must name the unfinished one or preempt
@@ -89,8 +91,7 @@ class Plan:
     paused      running requests whose decode pauses in this iteration, with their KV kept
     preempt     running requests and unfinished prefills to preempt before others are admitted
     promise     rid -> output tokens, generated ones included, for which KV is set aside until a
-    plan
-                changes it. Other requests: the engine's own rule (`EngineCaps.promises`)
+                plan changes it. Other requests: the engine's own rule (`EngineCaps.promises`)
     hosts       rid of a guest -> where it is hosted, both running: the KV of its next tokens is
                 already set aside for its host (`EngineCaps.hosts`), until the guest is promised KV
                 again, or either is preempted or ends
@@ -100,15 +101,33 @@ class Plan:
     limits      phase -> time limit [s], where the policy has one; for the decision log
     """
 
-    prefill: Mapping[str, int] = field(default_factory=dict)
+    prefill: Mapping[str, int] = {}
     decodes: bool = True
     paused: frozenset[str] = frozenset()
     preempt: tuple[Preemption, ...] = ()
-    promise: Mapping[str, int] = field(default_factory=dict)
-    hosts: Mapping[str, Hosting] = field(default_factory=dict)
-    late: Mapping[str, LateReason] = field(default_factory=dict)
-    skipped: Mapping[str, SkipReason] = field(default_factory=dict)
-    limits: Mapping[str, float] = field(default_factory=dict)
+    promise: Mapping[str, int] = {}
+    hosts: Mapping[str, Hosting] = {}
+    late: Mapping[str, LateReason] = {}
+    skipped: Mapping[str, SkipReason] = {}
+    limits: Mapping[str, float] = {}
 
+    def to_json(self) -> msgspec.Raw:
+        """Without empty fields. The same plan gives the same bytes: mappings keep their order, and
+        `paused` is sorted."""
+        paused = cast("frozenset[str]", sorted(self.paused))
+        return msgspec.Raw(_encode(msgspec.structs.replace(self, paused=paused)))
+
+    @classmethod
+    def from_json(cls, data: msgspec.Raw) -> Plan:
+        return _decode(data)
+
+
+def _plain(number: Any) -> Any:
+    """A policy may count with numpy."""
+    return number.item()
+
+
+_encode = msgspec.json.Encoder(enc_hook=_plain).encode
+_decode = msgspec.json.Decoder(Plan).decode
 
 EMPTY_PLAN = Plan()

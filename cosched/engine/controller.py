@@ -10,9 +10,11 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
+
+import msgspec
 
 from cosched.config import Config
 from cosched.core.batch import BatchTotals
@@ -265,10 +267,16 @@ class Controller:
                 plan = self._plan(running_batch, is_again)
         reads = () if self.storage is None or plan is None else self.storage.due()
         if self.ranks is not None:
-            own = None if plan is None else Shared(plan, self._evicted(plan, running_batch), reads)
-            plan, evictions, reads = self.ranks.share(own)
+            own = None
+            if plan is not None and self.iteration is not None:
+                evictions = self._evicted(plan, running_batch)
+                own = Shared(self.iteration.plan_json, evictions, reads)
+            shared = self.ranks.share(own)
+            reads = shared.reads
+            if plan is None:
+                plan = Plan.from_json(shared.plan)
             if self.kv is not None:
-                self.kv.give(evictions)
+                self.kv.give(shared.evictions)
         if self.storage is not None:
             self.storage.begin(t for rid in reads if (t := self.waiting.get(rid)) is not None)
         assert plan is not None
@@ -352,7 +360,9 @@ class Controller:
         if stops_running or not plan.prefill:
             self.counters.num_replans += 1
             return self.plan(running_batch, is_again=True)
-        return replace(plan, paused=plan.paused & {req.rid for req in running_batch.reqs})
+        return msgspec.structs.replace(
+            plan, paused=plan.paused & {req.rid for req in running_batch.reqs}
+        )
 
     def _evicted(self, plan: Plan, running_batch: Any) -> Sequence[Eviction] | None:
         """What is evicted for a plan on all ranks; None: the engine's order holds."""

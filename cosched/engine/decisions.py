@@ -9,13 +9,13 @@ import logging
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
 
 from cosched.core.kv_state import KvState
-from cosched.core.plan import PreemptMode, SkipReason
-from cosched.core.request import LateReason, Request, RequestClass
+from cosched.core.plan import Plan
+from cosched.core.request import Request, RequestClass
 from cosched.core.view import View
 from cosched.engine.iteration import Iteration
 from cosched.engine.parts import PartWriter, switched_off
@@ -23,7 +23,7 @@ from cosched.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 4
+FORMAT = 5
 """Raised when a reader of the last format could not read the new one."""
 
 
@@ -46,7 +46,18 @@ class RequestFacts(msgspec.Struct, kw_only=True, frozen=True):
     max_new_tokens: int
 
 
-class Decision(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="kind", tag="decision"):
+PlanT = TypeVar("PlanT", Plan, msgspec.Raw)
+"""A plan, or the bytes of one: the log writes those that other ranks get."""
+
+
+class Decision(
+    msgspec.Struct,
+    Generic[PlanT],
+    kw_only=True,
+    omit_defaults=True,
+    tag_field="kind",
+    tag="decision",
+):
     """One plan. Requests are named by rid; times are seconds on the engine's clock. Empty fields
     are left out.
 
@@ -65,19 +76,14 @@ class Decision(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="kind
     unfinished        requests in the middle of their prefill
     aborted           requests that have left a queue without a result since the last plan
 
-    The plan (`cosched.core.plan.Plan`):
+    The plan:
 
-    prefill           rid -> prompt tokens to compute, in the order of admission
-    paused            running requests that do not decode in this iteration and keep their KV
-    preempted         rid -> how
-    late              rid -> why its TTFT target is unreachable
-    skipped           rid -> why a request that was looked at does not run
-    limits            phase -> latency budget
+    plan              its fields are those of `cosched.core.plan.Plan`
 
     What came of it:
 
-    refused           requests in `prefill` that the engine did not take
-    cached            rid -> tokens of a request in `prefill` whose KV was there already
+    refused           requests in `plan.prefill` that the engine did not take
+    cached            rid -> tokens of a request in `plan.prefill` whose KV was there already
     num_decodes       requests that decoded a token
     predicted_s       of the batch that ran; None: the policy predicts nothing
     start_s           when it began, as measured
@@ -96,12 +102,7 @@ class Decision(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="kind
     running: list[str] = []
     unfinished: list[str] = []
     aborted: list[str] = []
-    prefill: dict[str, int] = {}
-    paused: list[str] = []
-    preempted: dict[str, PreemptMode] = {}
-    late: dict[str, LateReason] = {}
-    skipped: dict[str, SkipReason] = {}
-    limits: dict[str, float] = {}
+    plan: PlanT
     refused: list[str] = []
     cached: dict[str, int] = {}
     num_decodes: int = 0
@@ -112,10 +113,13 @@ class Decision(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="kind
     finished: dict[str, tuple[str, int]] = {}
 
 
+_Written = Decision[msgspec.Raw]
+
+
 class _Open(NamedTuple):
     """A decision that is not written yet. named: the requests that it names, by rid."""
 
-    decision: Decision
+    decision: _Written
     named: Mapping[str, Request]
 
 
@@ -137,10 +141,10 @@ class DecisionLog:
         self._path = path
         self._parts = PartWriter(path, max_bytes=max_bytes)
         self._num_plans = 0
-        self._latest: Decision | None = None
+        self._latest: _Written | None = None
         """Planned, and not launched."""
         self._open: deque[_Open] = deque()
-        self._in_flight: dict[Iteration, Decision] = {}
+        self._in_flight: dict[Iteration, _Written] = {}
         self._aborted: list[str] = []
         self._finished: set[int] = set()
         """In the last iteration that is done."""
@@ -162,7 +166,6 @@ class DecisionLog:
         if self._latest is not None:
             self._latest.outcome = "replanned"
             self._latest = None
-        plan = iteration.plan
         self._latest = decision = Decision(
             iteration=self._num_plans,
             now_s=view.now_s,
@@ -172,17 +175,13 @@ class DecisionLog:
             running=[request.rid for request in view.running],
             unfinished=[request.rid for request in view.unfinished],
             aborted=self._aborted,
-            prefill=dict(plan.prefill),
-            paused=sorted(plan.paused),
-            preempted={preemption.rid: preemption.mode for preemption in plan.preempt},
-            late=dict(plan.late),
-            skipped=dict(plan.skipped),
-            limits=dict(plan.limits),
+            plan=iteration.plan_json,
             planning_s=iteration.planning_s or 0.0,
         )
         self._num_plans += 1
         self._aborted = []
         named: dict[str, Request] = {r.rid: r for r in (*view.running, *view.unfinished)}
+        plan = iteration.plan
         for rid in (*plan.prefill, *plan.late, *plan.skipped):
             if rid not in named and (request := view.waiting(rid)) is not None:
                 named[rid] = request
@@ -194,7 +193,7 @@ class DecisionLog:
         if decision is None:
             return
         reqs = {} if batch is None else {req.rid: req for req in batch.reqs}
-        for rid in decision.prefill:
+        for rid in iteration.plan.prefill:
             if rid not in reqs:
                 decision.refused.append(rid)
             elif (request := _request_of(reqs[rid])) is not None:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from cosched.core.batch import BatchShape, BatchTotals
 from cosched.core.plan import EMPTY_PLAN, Plan
 
@@ -43,6 +45,14 @@ class Iteration:
     duration_s: float | None = None
     device_s: float = 0.0
     is_exact: bool = True
+    _plan_json: msgspec.Raw | None = None
+
+    @property
+    def plan_json(self) -> msgspec.Raw:
+        """`Plan.to_json`, encoded once for all who ask."""
+        if self._plan_json is None:
+            self._plan_json = self.plan.to_json()
+        return self._plan_json
 
     @property
     def seconds(self) -> float:

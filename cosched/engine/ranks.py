@@ -9,39 +9,27 @@ stages of a pipeline run the same batches later: each plan goes from stage to st
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import torch
 
-from cosched.core.plan import Hosting, Plan, Preemption, PreemptMode
 from cosched.memory.eviction import Eviction
 
-_BUFFER_BYTES = 8192
+_BUFFER_BYTES = 32_768
 _HEADER_BYTES = 8
 
 
-class Shared(NamedTuple):
+class Shared(msgspec.Struct, array_like=True, frozen=True):
     """What rank 0 sends to the others.
 
+    plan       `Plan.to_json`
     evictions  None: the engine's order holds (`cosched.engine.tree_core`)
     reads      waiting requests about which the storage is asked (`cosched.engine.storage`)
     """
 
-    plan: Plan
-    evictions: Sequence[Eviction] | None
-    reads: Sequence[str] = ()
-
-
-class _Message(msgspec.Struct, array_like=True, frozen=True):
-    """The fields of a plan that applying it needs."""
-
-    prefill: list[tuple[str, int]] = []
-    paused: list[str] = []
-    preempt: list[tuple[str, PreemptMode]] = []
-    evictions: list[tuple[int, bool]] | None = None
-    promise: dict[str, int] = {}
-    hosts: dict[str, tuple[str, int]] = {}
+    plan: msgspec.Raw
+    evictions: Sequence[Eviction] | None = None
     reads: Sequence[str] = ()
 
 
@@ -60,12 +48,12 @@ class Ranks:
         self.is_source = is_source
         self._group = group
         self._relay = relay
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(_Message)
+        self._encode = msgspec.json.Encoder().encode
+        self._decode = msgspec.json.Decoder(Shared).decode
         self._buffer = torch.zeros(_BUFFER_BYTES, dtype=torch.uint8)
 
     def share(self, own: Shared | None) -> Shared:
-        """The plan of rank 0; the others pass None."""
+        """What rank 0 sends; the others pass None."""
         message = None if own is None else self._encode(own)
         if self._group is not None:
             message = self._broadcast_message(message or b"")
@@ -74,10 +62,10 @@ class Ranks:
         if own is not None:
             return own
         assert message is not None, "one of the two brings it"
-        return _shared_of(self._decoder.decode(message))
+        return self._decode(message)
 
     def _broadcast_message(self, message: bytes) -> bytes:
-        """One message of 8 KB, and a second one for the rest."""
+        """One message of 32 KB, and a second one for the rest."""
         buffer = self._buffer
         if self.is_source:
             head = len(message).to_bytes(_HEADER_BYTES, "little") + message[: self._most]
@@ -104,32 +92,3 @@ class Ranks:
     def _broadcast(self, tensor: torch.Tensor) -> None:
         source = torch.distributed.get_global_rank(self._group, 0)
         torch.distributed.broadcast(tensor, src=source, group=self._group)
-
-    def _encode(self, own: Shared) -> bytes:
-        plan, evictions, reads = own
-        return self._encoder.encode(
-            _Message(
-                list(plan.prefill.items()),
-                sorted(plan.paused),
-                [(p.rid, p.mode) for p in plan.preempt],
-                None if evictions is None else [*evictions],
-                dict(plan.promise),
-                {rid: (hosting.host, hosting.offset) for rid, hosting in plan.hosts.items()},
-                reads,
-            )
-        )
-
-
-def _shared_of(message: _Message) -> Shared:
-    plan = Plan(
-        prefill=dict(message.prefill),
-        paused=frozenset(message.paused),
-        preempt=tuple(Preemption(rid=rid, mode=mode) for rid, mode in message.preempt),
-        promise=message.promise,
-        hosts={
-            rid: Hosting(host=host, offset=offset) for rid, (host, offset) in message.hosts.items()
-        },
-    )
-    given = message.evictions
-    evictions = None if given is None else [Eviction(*eviction) for eviction in given]
-    return Shared(plan, evictions, message.reads)

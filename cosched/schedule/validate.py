@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -36,6 +37,8 @@ def validate(plan: Plan, view: View) -> None:
     Everything the plan spends is spent again on a ledger of its own.
     """
     _check_late(plan, view)
+    if not all(map(math.isfinite, plan.limits.values())):
+        raise PlanError(f"a limit that is no number of seconds: {dict(plan.limits)}")
     if plan.decodes and not (
         plan.prefill or plan.preempt or plan.paused or plan.promise or plan.hosts
     ):

@@ -176,9 +176,10 @@ def test_one_iteration_is_shown_in_full(recorder, explain):
     shown = {line[2:20].strip(): line[20:] for line in lines}
     assert (shown["iteration"], shown["now_s"], shown["outcome"]) == ("7", "1.6", "ran")
     assert (shown["running"], shown["prefill"]) == ("f", "a 10")
-    assert shown["preempted"] == "f keep_kv"
-    assert result["preempted"] == {"f": "keep_kv"} and result["measured_s"] == 0.01
-    assert (result["prefill"], result["cached"]) == ({"a": 10}, {"a": 0})
+    assert shown["preempt"] == "f keep_kv"
+    assert result["plan"]["preempt"] == [{"rid": "f", "mode": "keep_kv"}]
+    assert result["measured_s"] == 0.01
+    assert (result["plan"]["prefill"], result["cached"]) == ({"a": 10}, {"a": 0})
 
 
 def test_the_summary_counts_what_was_decided(recorder, explain):
@@ -255,11 +256,11 @@ def test_what_the_log_does_not_hold_is_said_beside_what_it_holds(recorder, refus
     [
         (None, "cosched: cannot read "),
         ("a\nb\nc\n", "is no decision log: it does not begin with a header"),
-        ('"format":99', "has format 99; this version of cosched reads format 4"),
+        ('"format":99', "has format 99; this version of cosched reads format 5"),
     ],
 )
 def test_a_file_that_is_no_log_of_this_version_is_refused(recorder, refused, text, said):
-    header = recorder.path.read_text().replace('"format":4', '"format":99')
+    header = recorder.path.read_text().replace('"format":5', '"format":99')
     recorder.path.unlink()
     if text is not None:
         recorder.path.write_text(header if "format" in text else text)

@@ -18,7 +18,8 @@ import json
 import os
 import random
 import sys
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.config import ENV_VAR

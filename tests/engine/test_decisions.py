@@ -57,13 +57,14 @@ def test_the_log_changes_no_result(recorded, overlap):
 def test_a_plan_is_replaced_only_where_that_may_spare_a_running_request(recorded, overlap):
     _, path = recorded
     decisions = read(path)
-    assert len(decisions) > 100 and sum(len(d.preempted) for d in decisions) >= 2
+    assert len(decisions) > 100 and sum(len(d.plan.preempt) for d in decisions) >= 2
     replaced = [d for d in decisions if d.outcome == "replanned"]
     assert bool(replaced) == overlap, "without overlap all results are known"
     for decision in replaced:
-        assert decision.preempted.keys() & set(decision.running) or not decision.prefill
-    assert any(d.preempted and d not in replaced for d in decisions)
-    assert any(d.paused for d in decisions)
+        preempted = {preemption.rid for preemption in decision.plan.preempt}
+        assert preempted & set(decision.running) or not decision.plan.prefill
+    assert any(d.plan.preempt and d not in replaced for d in decisions)
+    assert any(d.plan.paused for d in decisions)
 
 
 def test_every_request_is_described_where_the_log_first_names_it(recorded):
@@ -72,7 +73,12 @@ def test_every_request_is_described_where_the_log_first_names_it(recorded):
     for entry in entries_of(path):
         decision = entry.decision
         described |= {facts.rid for facts in decision.requests}
-        named = {*decision.running, *decision.unfinished, *decision.prefill, *decision.skipped}
+        named = {
+            *decision.running,
+            *decision.unfinished,
+            *decision.plan.prefill,
+            *decision.plan.skipped,
+        }
         assert named <= described
     assert {entry.facts[rid].rid for rid in described} == described
 
@@ -112,11 +118,13 @@ class TestWhatIsWritten:
             "free_slots": 62,
             "num_offline": 1,
             "running": ["paused", "gone"],
-            "prefill": {"new": 34},
-            "paused": ["paused"],
-            "preempted": {"gone": "keep_kv"},
-            "skipped": {"waits": "memory_budget"},
-            "limits": {"online": 0.05},
+            "plan": {
+                "prefill": {"new": 34},
+                "paused": ["paused"],
+                "preempt": [{"rid": "gone", "mode": "keep_kv"}],
+                "skipped": {"waits": "memory_budget"},
+                "limits": {"online": 0.05},
+            },
             "cached": {"new": 16},
             "num_decodes": 1,
             "start_s": 0.5,

@@ -5,9 +5,9 @@
 
 import os
 import random
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.core.view import OfflineLimits

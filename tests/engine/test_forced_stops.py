@@ -3,9 +3,9 @@ preemptions."""
 
 import os
 import random
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from cosched.core.plan import Preemption, PreemptMode
 from cosched.errors import PlanError

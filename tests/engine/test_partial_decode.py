@@ -1,9 +1,9 @@
 """The decode of running requests is paused in SGLang's scheduler."""
 
 import random
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from tests.engine.conftest import (
     OFFLINE,

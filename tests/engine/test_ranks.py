@@ -7,6 +7,7 @@ from cosched.batch.jsonl.server import free_port
 
 PROGRAM = """
 import sys
+import numpy as np
 import torch.distributed as dist
 from cosched.core.plan import EMPTY_PLAN, Plan, PreemptMode, Preemption
 from cosched.engine.ranks import Ranks, Shared
@@ -20,18 +21,19 @@ plans = [
     EMPTY_PLAN,
     Plan(prefill={"b": 5, "a": 7}, paused=frozenset({"x", "y"})),
     Plan(preempt=(Preemption(rid="p"), Preemption(rid="q", mode=PreemptMode.RECOMPUTE))),
-    Plan(prefill={"a": 7}, promise={"a": 30, "r": 0}),
+    Plan(prefill={"a": 7}, promise={"a": 30, "r": 0}, limits={"online": np.float64(0.5)}),
     Plan(paused=frozenset(f"{long}{i}" for i in range(1000))),
     EMPTY_PLAN,
 ]
 evictions = [None, [], [Eviction(3, True)], None, [Eviction(n, False) for n in range(5000)], None]
 reads = [(), ("a", "b"), (), (), (long,), ()]
 for plan, gone, read in zip(plans, evictions, reads, strict=True):
-    shared, also_gone, also_read = ranks.share(Shared(plan, gone, read) if rank == 0 else None)
-    assert tuple(also_read) == read, (rank, also_read)
-    assert shared == plan, (rank, shared)
-    assert also_gone == gone, (rank, also_gone)
-    assert list(shared.prefill) == list(plan.prefill)
+    shared = ranks.share(Shared(plan.to_json(), gone, read) if rank == 0 else None)
+    given = Plan.from_json(shared.plan)
+    assert tuple(shared.reads) == read, (rank, shared.reads)
+    assert given == plan, (rank, given)
+    assert shared.evictions == gone, (rank, shared.evictions)
+    assert list(given.prefill) == list(plan.prefill)
 print("equal")
 """
 

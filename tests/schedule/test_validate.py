@@ -1,5 +1,7 @@
 """A plan that breaks a limit of the engine is refused, by name."""
 
+import math
+
 import pytest
 
 from cosched.core.plan import Hosting, Plan, Preemption, PreemptMode
@@ -24,6 +26,7 @@ RUNNING = decoding(online("r"))
         (Plan(prefill={"u": 5, "gone": 5}), "neither waits nor is unfinished"),
         (Plan(prefill={"u": 500}), "500 tokens; 400 fit"),
         (Plan(prefill={"u": 5, "a": 5}), "no room: a .unfinished_prefill"),
+        (Plan(limits={"online": math.inf}), "no number of seconds"),
         (Plan(decodes=False), "nothing decodes and nothing is prefilled"),
         (Plan(prefill={"u": 5}, decodes=False), "are paused"),
         (Plan(prefill={"u": 5}, promise={"r": 100}), "keeps its own reserve"),

@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 import cosched.bootstrap  # noqa: F401  # before sglang
@@ -94,7 +95,7 @@ def test_a_request_that_gets_nothing_is_found(monkeypatch):
                 plan, _ = policy.plan(view, None)
                 offline = {request.rid for request in view.offline_order()}
                 kept = {rid: n for rid, n in plan.prefill.items() if rid not in offline}
-                return replace(plan, prefill=kept), None
+                return msgspec.structs.replace(plan, prefill=kept), None
 
         engine.controller.policy = OnlineOnly()
 

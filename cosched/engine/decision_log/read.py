@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from cosched.core.plan import Plan
 from cosched.core.request import RequestClass
 from cosched.engine.decisions import FORMAT, Decision, Header, RequestFacts
 from cosched.engine.parts import parts_of
@@ -19,7 +20,7 @@ class Entry:
     """One decision. facts: of the requests that the log has named so far, by rid."""
 
     header: Header
-    decision: Decision
+    decision: Decision[Plan]
     facts: dict[str, RequestFacts] = field(default_factory=dict)
 
     def class_of(self, rid: str) -> RequestClass | None:
@@ -28,7 +29,7 @@ class Entry:
         return None if facts is None else facts.request_class
 
 
-_decoder = msgspec.json.Decoder(Header | Decision)
+_decoder = msgspec.json.Decoder(Header | Decision[Plan])
 
 
 def read_log(path: Path, *, report: Callable[[str], None]) -> Iterator[Entry]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from cosched.core.plan import PreemptMode, SkipReason
+from cosched.core.plan import Plan, PreemptMode, SkipReason
 from cosched.core.request import LateReason, RequestClass
 from cosched.engine.decision_log.read import Entry
 from cosched.engine.decisions import Decision, RequestFacts
@@ -110,7 +110,9 @@ class _Decode:
 class Story:
     """Follows one request through a log."""
 
-    def __init__(self, facts: RequestFacts, *, first: Decision, seen_s: Iterable[float]) -> None:
+    def __init__(
+        self, facts: RequestFacts, *, first: Decision[Plan], seen_s: Iterable[float]
+    ) -> None:
         """first   decision of the log: if older ones are gone, the story begins there
         seen_s  when the plans were made that came before the first that names the request"""
         self._facts = facts
@@ -178,29 +180,30 @@ class Story:
 
     def _follow(self, entry: Entry) -> None:
         decision, rid = entry.decision, self._facts.rid
-        now_s, last = decision.now_s, self._last
-        reason = decision.skipped.get(rid)
+        plan, now_s, last = decision.plan, decision.now_s, self._last
+        reason = plan.skipped.get(rid)
         why = _NOT_NAMED if reason is None else words(reason)
-        if rid in decision.late:
-            text = f"its TTFT target is unreachable: {words(decision.late[rid])}"
+        if rid in plan.late:
+            text = f"its TTFT target is unreachable: {words(plan.late[rid])}"
             self._late.append((now_s, text))
-        if rid in decision.preempted:
+        mode = next((one.mode for one in plan.preempt if one.rid == rid), None)
+        if mode is not None:
             self._has_run = True
-            self._event(now_s, _preempted(entry, decision.preempted[rid]))
+            self._event(now_s, _preempted(entry, mode))
         elif rid in decision.refused:
             self._wait("the engine refused it")
-        elif rid in decision.prefill:
+        elif rid in plan.prefill:
             if not isinstance(last, _Prefill):
                 last = _Prefill(decision.cached.get(rid), self._has_run)
                 self._chapters.append((now_s, last))
             self._has_run = True
-            last.chunks.append(decision.prefill[rid])
-        elif rid in decision.paused or rid in decision.running:
+            last.chunks.append(plan.prefill[rid])
+        elif rid in plan.paused or rid in decision.running:
             if not isinstance(last, _Decode):
                 last = _Decode()
                 self._chapters.append((now_s, last))
             self._has_run = True
-            if rid in decision.paused:
+            if rid in plan.paused:
                 last.pause(why)
             elif decision.num_decodes:
                 last.decode()
@@ -231,7 +234,7 @@ class Story:
 
 def _preempted(entry: Entry, mode: PreemptMode) -> str:
     # A plan does not say for which request it preempts another.
-    prefill = entry.decision.prefill
+    prefill = entry.decision.plan.prefill
     rids = [rid for rid in prefill if entry.class_of(rid) is RequestClass.ONLINE]
     text = ", ".join(rids[:_MOST_NAMES])
     if len(rids) > _MOST_NAMES:

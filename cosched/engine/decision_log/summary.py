@@ -39,15 +39,16 @@ class LogSummary:
             self._rids[facts.request_class].add(facts.rid)
         if decision.outcome == "replanned":
             return
-        self._skipped.update(map(words, decision.skipped.values()))
-        self._late.update(map(words, decision.late.values()))
-        self._preempted.update(mode.value for mode in decision.preempted.values())
-        for rid, num_tokens in decision.prefill.items():
+        plan = decision.plan
+        self._skipped.update(map(words, plan.skipped.values()))
+        self._late.update(map(words, plan.late.values()))
+        self._preempted.update(preemption.mode.value for preemption in plan.preempt)
+        for rid, num_tokens in plan.prefill.items():
             if rid not in decision.refused:
                 request_class = entry.class_of(rid)
                 name = "unknown" if request_class is None else request_class.value
                 self._prefill_tokens[name] += num_tokens
-        self._num_paused += len(decision.paused)
+        self._num_paused += len(plan.paused)
         self._num_refused += len(decision.refused)
         self._num_decodes += decision.num_decodes
         self._finished.update(reason for reason, _ in decision.finished.values())
@@ -101,6 +102,8 @@ def table(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _shown(value: object) -> str:
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
     if isinstance(value, list | tuple):
         return " ".join(map(_shown, value))
     return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -6,10 +6,11 @@ from __future__ import annotations
 import statistics
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from cosched.core.plan import EMPTY_PLAN, Plan
@@ -157,7 +158,7 @@ class _Script:
         if self.phase is _Phase.FILL:
             plan, _ = self._fill_policy.plan(view, None)
             if plan.prefill:
-                return replace(plan, paused=frozenset(running))
+                return msgspec.structs.replace(plan, paused=frozenset(running))
             self.phase = _Phase.FOLLOW
         if view.unfinished:
             return self._rest(view.unfinished[0], view)
