@@ -152,7 +152,7 @@ def _controller(
     if parallel.group_size > 1:
         assert parallel.dp_rank is not None
         port.drop_prefill_delayer(scheduler)
-        group = observer.group = Group(
+        group = Group(
             partial(port.exchange, scheduler),
             guard,
             rank=parallel.dp_rank,
@@ -178,7 +178,10 @@ def _controller(
     timekeeper = None
     if is_source:
         timekeeper = Timekeeper(
-            clock=clock, observer=observer, predictor=predictor if entry.timed else None
+            clock=clock,
+            observer=observer,
+            predictor=predictor if entry.timed else None,
+            in_step=parallel.group_size > 1,
         )
     last_moment = None
     is_early = config.plan_early or entry.early
@@ -295,11 +298,11 @@ def use_virtual_device(
     comes. prefills_wait: launches of prefills there wait for the device."""
     observer = scheduler.cosched_observer
     observer.use_virtual_clock(clock, prefills_wait=prefills_wait)
-    if observer.group is not None:
-        observer.group.plans_ahead = port.overlaps(scheduler)
-    controller = getattr(scheduler, "cosched", None)
+    controller: Controller | None = getattr(scheduler, "cosched", None)
     if controller is not None:
         controller.predictor.use_graphs(graphs)
+        if isinstance(controller.group, Group):
+            controller.group.plans_ahead = port.overlaps(scheduler)
 
 
 def _log_path(path: str) -> Path:

@@ -20,7 +20,7 @@ from cosched.config import Config
 from cosched.core.batch import BatchTotals
 from cosched.core.caps import EngineCaps
 from cosched.core.group import NO_OTHERS
-from cosched.core.plan import EMPTY_PLAN, Plan, PreemptMode, SkipReason
+from cosched.core.plan import Plan, PreemptMode, SkipReason
 from cosched.core.request import LateReason, Request
 from cosched.core.wire import LATE_KEY
 from cosched.engine import port
@@ -30,13 +30,13 @@ from cosched.engine.exporter import MetricsExporter
 from cosched.engine.group import Group, Microbatches
 from cosched.engine.guard import Guard
 from cosched.engine.isolated import IsolatedWatch
-from cosched.engine.iteration import Iteration
+from cosched.engine.iteration import Before, Iteration, Moment, give
 from cosched.engine.kv import KvManager
 from cosched.engine.last_moment import Arrivals, LastMoment
 from cosched.engine.lengths import Lengths
 from cosched.engine.observe import IterationObserver
 from cosched.engine.port.building import PrefillPlan, build_prefill
-from cosched.engine.port.partial import SplitBatch, split
+from cosched.engine.port.partial import split
 from cosched.engine.port.penalties import count_resumed
 from cosched.engine.port.prefixes import RunningPrefixes
 from cosched.engine.ranks import Ranks, Shared
@@ -44,7 +44,7 @@ from cosched.engine.running_table import RunningTable
 from cosched.engine.service import ServiceRecord, offline_work_s
 from cosched.engine.state import PLANNING_WINDOW, Counters, Log
 from cosched.engine.storage import StorageReads
-from cosched.engine.timekeeper import Moment, Timekeeper
+from cosched.engine.timekeeper import Timekeeper
 from cosched.engine.tracked import TrackedRequest
 from cosched.engine.view_of import SchedulerView
 from cosched.engine.waiting import WaitingQueue
@@ -58,11 +58,11 @@ MAX_BACKOFF_PLANS = 64
 """Plans for which a request backs off that the engine refuses again and again."""
 
 
-class _Before(NamedTuple):
-    """What the latest plan was made with. state: the policy's."""
+class _Look(NamedTuple):
+    """What a plan is made from."""
 
-    state: Any
-    moment: Moment
+    view: SchedulerView
+    before: Before
 
 
 @dataclass(kw_only=True, eq=False)
@@ -110,14 +110,12 @@ class Controller:
     decisions: DecisionLog | None = None
     exporter: MetricsExporter | None = None
     logs: dict[str, Log] = field(default_factory=dict)
-    iteration: Iteration | None = None  # planned, and not launched yet
-    split: SplitBatch | None = None
-    """Of the iteration that is being built, when the decode of some requests is paused."""
+    due: Iteration | None = None
+    """Planned, while SGLang builds its batch."""
     must_decode: set[int] = field(default_factory=set)
     """Microbatches of which `BatchRules.must_decode` holds."""
-    latest_plan: Plan = EMPTY_PLAN
-    _before: _Before | None = None
-    _agreed: SchedulerView | None = None  # of the plan that is due, where ranks step together
+    latest: Iteration = field(default_factory=Iteration)
+    """Planned last."""
 
     def __post_init__(self) -> None:
         self._state = self.policy.initial
@@ -143,25 +141,27 @@ class Controller:
         port.admit_ready_grammars(scheduler)
         nothing_runs = scheduler.chunked_req is None and running_batch.is_empty()
         is_idle = nothing_runs and not self.waiting.may_admit
+        look: _Look | None = None
         if self.group is not None:
-            self._agreed = None
             if not is_idle and self.timekeeper is not None:
-                self._agreed = self._look(running_batch, is_again=False)
-            self.group.agree(self.policy, self._agreed)
+                look = self._look(running_batch)
+            view = None if look is None else look.view
+            self.group.agree(self.policy, view, self.observer.newest)
         if is_idle:
             self.idle()
             return None, running_batch
-        plan = self.plan(running_batch)
+        iteration = self.plan(running_batch, look)
         # To preempt a request all its tokens must be known: this iteration does not overlap.
-        if plan.preempt and port.drain_results(scheduler):
-            plan = self._after_draining(plan, running_batch)
+        if iteration.plan.preempt and port.drain_results(scheduler):
+            iteration = self._after_draining(iteration, running_batch)
+        self.due, plan = iteration, iteration.plan
         taken = self.table.promise(plan, self.waiting.get, running_batch, scheduler.chunked_req)
         self._preempt(plan, running_batch)
         due = port.microbatch(scheduler)
         self.must_decode.discard(due)
-        self.split = split(running_batch, plan.paused) if plan.paused else None
-        if self.split is not None:
-            running_batch = self.split.active
+        if plan.paused:
+            iteration.split = split(running_batch, plan.paused)
+            running_batch = iteration.split.active
         if not plan.prefill:
             return None, running_batch
         candidates = [t.req for rid in plan.prefill if (t := self.waiting.get(rid)) is not None]
@@ -184,18 +184,19 @@ class Controller:
     def launched(self, batch: Any | None, running_batch: Any) -> Any:
         """An iteration's batch is ready to run, if there is one. Returns the running batch, with
         the requests whose decode is paused in this iteration."""
-        if self.split is not None:
-            running_batch = self.split.rejoin(batch)
-            self.split = None
+        iteration, self.due = self.due, None
+        if iteration is not None and iteration.split is not None:
+            running_batch = iteration.split.rejoin(batch)
+            iteration.split = None
         if batch is not None and not port.runs_model(batch):  # other ranks step
             batch = None
-        iteration, self.iteration = self.iteration, None
-        self.observer.planned = None if batch is None else iteration
-        if self.last_moment is not None and batch is not None:
-            with self.guard.watching("timing"):
-                came_late = self.last_moment.launching()
-                if iteration is not None:
-                    iteration.came_late = came_late
+        if batch is not None:
+            give(batch, iteration)
+            if self.last_moment is not None:
+                with self.guard.watching("timing"):
+                    came_late = self.last_moment.launching()
+                    if iteration is not None:
+                        iteration.came_late = came_late
         if iteration is not None:
             self._log(lambda log: log.launched(iteration, batch))
         return running_batch
@@ -211,8 +212,9 @@ class Controller:
 
     def _report(self, *, is_idle: bool) -> None:
         """What people are told: no plan waits for it."""
-        if self.isolated is not None and not self.isolated.promises and self._before is not None:
-            self._follow_isolated(self._before.moment.now_s)
+        before = self.latest.before
+        if self.isolated is not None and not self.isolated.promises and before is not None:
+            self._follow_isolated(before.moment.now_s)
         with self.guard.watching("metrics"):
             if self.kv is not None:
                 self.kv.count_uses()
@@ -256,37 +258,44 @@ class Controller:
 
     # --- The plan ---
 
-    def plan(self, running_batch: Any, *, is_again: bool = False) -> Plan:
-        """The next iteration, validated; the same on every rank.
+    def plan(
+        self,
+        running_batch: Any,
+        look: _Look | None = None,
+        *,
+        instead: Iteration | None = None,
+    ) -> Iteration:
+        """The next iteration, validated; the same plan on every rank.
 
-        is_again: in place of the plan before, with the state that the policy had before that.
+        look: what its plan sees; None: as of now. instead: in place of this one, with the state
+        that the policy had before it.
         """
-        plan = None
+        iteration, evictions = None, None
+        reads: Sequence[str] = ()
         if self.timekeeper is not None:
             with port.pinning_chunk(self.scheduler):
-                plan = self._plan(running_batch, is_again)
-        reads = () if self.storage is None or plan is None else self.storage.due()
+                iteration = self._plan(running_batch, look, instead)
+            if self.storage is not None:
+                reads = self.storage.due()
         if self.ranks is not None:
             own = None
-            if plan is not None and self.iteration is not None:
-                evictions = self._evicted(plan, running_batch)
-                own = Shared(self.iteration.plan_json, evictions, reads)
+            if iteration is not None:
+                evictions = self._evicted(iteration.plan, running_batch)
+                own = Shared(iteration.plan_json, evictions, reads)
             shared = self.ranks.share(own)
             reads = shared.reads
-            if plan is None:
-                plan = Plan.from_json(shared.plan)
+            if iteration is None:
+                iteration = Iteration(plan=Plan.from_json(shared.plan))
             if self.kv is not None:
                 self.kv.give(shared.evictions)
         if self.storage is not None:
             self.storage.begin(t for rid in reads if (t := self.waiting.get(rid)) is not None)
-        assert plan is not None
-        return plan
+        assert iteration is not None, "this rank plans, or another sends its plan"
+        return iteration
 
-    def _plan(self, running_batch: Any, is_again: bool) -> Plan:
+    def _plan(self, running_batch: Any, look: _Look | None, instead: Iteration | None) -> Iteration:
         started_s = time.perf_counter()
-        view, self._agreed = self._agreed, None
-        if view is None:
-            view = self._look(running_batch, is_again=is_again)
+        view, before = look or self._look(running_batch, instead)
         made = self.guard.plan(self.policy, self.config.policy, view, self._state)
         if made is not None:
             plan, self._state = made
@@ -295,20 +304,22 @@ class Controller:
                 self.waiting.use_arrival_order()
             plan = self.guard.safe_plan(view)
             self.counters.num_safe_plans += 1
-        self._record(plan, view, time.perf_counter() - started_s)
-        return plan
+        planning_s = time.perf_counter() - started_s
+        iteration = Iteration(plan=plan, before=before, planning_s=planning_s)
+        self._record(iteration, view)
+        return iteration
 
-    def _look(self, running_batch: Any, *, is_again: bool) -> SchedulerView:
+    def _look(self, running_batch: Any, instead: Iteration | None = None) -> _Look:
         """Say to all that depends on time what time it is, and look."""
         now_s = self.clock.now_s()
         moment = Moment(now_s, now_s)
         with self.guard.watching("timekeeper"):
             assert self.timekeeper is not None, "this rank plans"
             moment = self.timekeeper.moment()
-        if is_again and self._before is not None:
-            self._state = self._before.state
-            moment = moment._replace(ended=self._before.moment.ended + moment.ended)
-        self._before = _Before(self._state, moment)
+        if instead is not None and instead.before is not None:
+            self._state = instead.before.state
+            moment = moment._replace(ended=instead.before.moment.ended + moment.ended)
+        before = Before(self._state, moment)
         self.arrivals.looked(moment.now_s)
         self.waiting.advance(moment.now_s)
         if self.isolated is not None and self.isolated.promises:
@@ -318,7 +329,7 @@ class Controller:
             with self.guard.watching("kv"):
                 self.kv.advance(moment.now_s, self.predictor, own=view.own)
         self.predictor.error = error_factor(self.config.predictor_error, self.counters.num_plans)
-        return view
+        return _Look(view, before)
 
     def _follow_isolated(self, now_s: float) -> None:
         assert self.isolated is not None
@@ -335,9 +346,8 @@ class Controller:
             others=NO_OTHERS if self.group is None else self.group.others,
         )
 
-    def _record(self, plan: Plan, view: SchedulerView, planning_s: float) -> None:
-        iteration = self.iteration = Iteration(plan=plan, planning_s=planning_s)
-        self.latest_plan = plan
+    def _record(self, iteration: Iteration, view: SchedulerView) -> None:
+        self.latest, planning_s = iteration, iteration.planning_s or 0.0
         self.counters.num_plans += 1
         self.counters.planning_s += planning_s
         self.planning_times_s.append(planning_s)
@@ -345,24 +355,25 @@ class Controller:
             with self.guard.watching("metrics"):
                 self.exporter.planned(planning_s)
         self._log(lambda log: log.planned(iteration, view))
-        for rid, reason in plan.late.items():
+        for rid, reason in iteration.plan.late.items():
             self._judged_late(rid, reason)
 
-    def _after_draining(self, plan: Plan, running_batch: Any) -> Plan:
-        """What is left of a plan now that all results are known. It fits: ended requests leave
-        memory. It is made again where that may spare a running one."""
+    def _after_draining(self, iteration: Iteration, running_batch: Any) -> Iteration:
+        """The iteration, now that all results are known, without requests that have ended. It fits:
+        they leave memory. It is planned again where that may spare a running request."""
+        plan = iteration.plan
         num_running = len(running_batch.reqs)
         running_batch.filter_batch()
         if len(running_batch.reqs) == num_running:
-            return plan
+            return iteration
         unfinished = self.scheduler.chunked_req
         stops_running = any(unfinished is None or p.rid != unfinished.rid for p in plan.preempt)
         if stops_running or not plan.prefill:
             self.counters.num_replans += 1
-            return self.plan(running_batch, is_again=True)
-        return msgspec.structs.replace(
-            plan, paused=plan.paused & {req.rid for req in running_batch.reqs}
-        )
+            return self.plan(running_batch, instead=iteration)
+        still = plan.paused.intersection([req.rid for req in running_batch.reqs])
+        iteration.plan = msgspec.structs.replace(plan, paused=still)
+        return iteration
 
     def _evicted(self, plan: Plan, running_batch: Any) -> Sequence[Eviction] | None:
         """What is evicted for a plan on all ranks; None: the engine's order holds."""
@@ -456,7 +467,7 @@ class Controller:
 
     def abandon(self, requests: Sequence[TrackedRequest]) -> None:
         """The iteration was taken back: these requests have released their memory and wait."""
-        self.iteration = self.split = None
+        self.due = None
         self.must_decode.clear()
         for tracked in requests:
             self.table.forget(tracked)
@@ -465,7 +476,8 @@ class Controller:
     @property
     def paused_adapters(self) -> frozenset[str | None]:
         """LoRA adapters of the requests whose decode is paused in the iteration being built."""
-        return frozenset() if self.split is None else frozenset(self.split.adapters)
+        part = None if self.due is None else self.due.split
+        return frozenset() if part is None else frozenset(part.adapters)
 
     def use_transfer(self, transfer_s: float) -> None:
         """A token of KV takes `transfer_s` from host memory or to it [s]."""

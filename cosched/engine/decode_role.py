@@ -59,14 +59,15 @@ class DecodeRole:
             return update(running_batch)
         for req in running_batch.reqs:
             self.waiting.track(req)
-        plan = controller.plan(running_batch)
-        self._pauses = bool(plan.paused)
-        part = split(running_batch, plan.paused) if plan.paused else None
+        controller.due = iteration = controller.plan(running_batch)
+        paused = iteration.plan.paused
+        self._pauses = bool(paused)
+        part = split(running_batch, paused) if paused else None
         active = running_batch if part is None else part.active
         if not port.decodes_fit(active):
             part, active = None, running_batch
             port.retract(self._scheduler, running_batch, _is_offline)
-        controller.split = part
+        iteration.split = part
         return update(active)
 
     def next_batch(self, build: Callable[[], Any]) -> Any:

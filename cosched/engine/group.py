@@ -37,8 +37,7 @@ WIDTH = _NUM_NEEDS + 1 + len(_TOTALS)
 class Group:
     """One rank of those that step together.
 
-    others    what the others need of the iteration that is planned
-    unagreed  launched here, and not sent to the others yet
+    others  what the others need of the iteration that is planned
     """
 
     def __init__(
@@ -62,26 +61,29 @@ class Group:
         self._has_decoded = False
         """The latest iteration had no prefills, so that decodes are not late."""
         self.others: OtherRanks = NO_OTHERS
-        self.unagreed: Iteration | None = None
 
-    def agree(self, policy: Policy[Any], view: SchedulerView | None) -> None:
+    def agree(
+        self, policy: Policy[Any], view: SchedulerView | None, newest: Iteration | None
+    ) -> None:
         """Before each plan: tell the others what this rank needs, and the view what they need.
-        view: of the plan; None: nothing runs or waits here, or another rank plans."""
+        view: of the plan; None: nothing runs or waits here, or another rank plans. newest: the
+        iteration that was launched here last."""
         needs = RankNeeds()
         if view is not None and not self._guard.has_given_up:
             before = self.others
             view.others = OtherRanks(alone_s=before.alone_s, fills=before.fills)
             with self._guard.watching("needs"):
                 needs = cast("GroupPolicy[Any]", policy).needs(view)
-        waits_s = self.send(needs)
+        waits_s = self.send(needs, newest)
         if view is not None:
             view.others = self.others
             view.start_s += waits_s
 
-    def send(self, needs: RankNeeds) -> float:
+    def send(self, needs: RankNeeds, launched: Iteration | None) -> float:
         """Returns how much later than by its own batch the iteration under way is expected to end
         [s]."""
-        launched, self.unagreed = self.unagreed, None
+        if launched is not None and launched.longest is not None:
+            launched = None  # the others know it, and this rank has launched nothing since
         own_s, totals = 0.0, BatchTotals()
         if launched is not None:
             own_s, totals = launched.predicted_s or 0.0, BatchTotals.of(launched.shape)
@@ -124,7 +126,9 @@ class Microbatches:
         self._needs: dict[int, RankNeeds] = {}
         self.others: OtherRanks = NO_OTHERS
 
-    def agree(self, policy: Policy[Any], view: SchedulerView | None) -> None:
+    def agree(
+        self, policy: Policy[Any], view: SchedulerView | None, newest: Iteration | None
+    ) -> None:
         """As `Group.agree`."""
         due = self._due()
         self._needs[due] = RankNeeds()

@@ -18,15 +18,16 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from cosched.core.batch import BatchShape
 from cosched.engine import port
 from cosched.engine.clock import Clock, EngineClock
 from cosched.engine.guard import Guard
-from cosched.engine.iteration import Iteration
+from cosched.engine.iteration import Iteration, taken
 from cosched.engine.parts import LineFile, switched_off
 from cosched.engine.port.prefixes import RunningPrefixes, with_repeated
 from cosched.engine.port.read_once import reads_once
@@ -34,17 +35,6 @@ from cosched.errors import ConfigError
 from cosched.predict.account import Account
 
 logger = logging.getLogger(__name__)
-
-
-class SteppingRanks(Protocol):
-    """The ranks that step together with this one, as far as an iteration is concerned.
-
-    unagreed     launched here, and not sent to the others yet
-    plans_ahead  an iteration is planned while the one before it runs
-    """
-
-    unagreed: Iteration | None
-    plans_ahead: bool
 
 
 class IterationObserver:
@@ -74,19 +64,17 @@ class IterationObserver:
         if reads_once():
             self._prefixes = RunningPrefixes.of(scheduler)
         self._listeners: list[Callable[[Iteration], None]] = []
-        self._in_flight: list[Iteration] = []
+        self._in_flight: deque[Iteration] = deque()
         self._latest: Any = None
         """The result of what was launched last, while it is under way."""
-        self.planned: Iteration | None = None
-        """What the next launch runs, where it was planned."""
+        self.newest: Iteration | None = None
+        """What was launched last."""
         self.predict_s: Callable[[BatchShape], float] | None = None
         """Time of an iteration as predicted when it is launched."""
         self.account: Account | None = None
         """Charges requests for their iterations; None: another rank does."""
         self.note_launched: Callable[..., bool] | None = None
         """`LastMoment.launched`; None: nothing waits."""
-        self.group: SteppingRanks | None = None
-        """The ranks that step together; None: there is one."""
         self._was_idle = False
         """The latest batch of this rank had no requests, those of other ranks had."""
         self._last_done_s = 0.0
@@ -116,7 +104,7 @@ class IterationObserver:
         if not port.runs_model(batch):
             self._was_idle = True  # other ranks of the group compute
             return run()
-        iteration, self.planned = self.planned or Iteration(), None
+        iteration = taken(batch)
         iteration.reqs = list(batch.reqs)
         with self._guard.watching("timing"):
             iteration.shape = port.shape_of(batch)
@@ -128,8 +116,7 @@ class IterationObserver:
         if self._was_idle:
             is_idle, self._was_idle = True, False
             iteration.is_exact = False  # the iteration before it may still run
-        if self.group is not None:
-            self.group.unagreed = iteration
+        self.newest = iteration
         iteration.follows = not is_idle and self.num_iterations > 0
         iteration.launched_s = self.clock.now_s()
         before = self._latest
@@ -146,7 +133,6 @@ class IterationObserver:
                 self._look_again(iteration, before)
         self._in_flight.append(iteration)
         self._latest = result
-        result.cosched = iteration
         return result
 
     def _look_again(self, iteration: Iteration, before: Any) -> None:
@@ -210,28 +196,25 @@ class IterationObserver:
         latest.is_exact = latest.duration_s is not None
 
     def abandon(self) -> None:
-        """What was planned and launched is taken back: its results will not come."""
+        """What was launched is taken back: its results will not come."""
         for iteration in self._in_flight:
             if iteration.duration_s is None:
                 self._end(iteration, self.clock.now_s())
             self._charge(iteration)
         self._in_flight.clear()
-        self._latest = self.planned = None
+        self._latest = None
 
     @property
     def last_done_s(self) -> float:
         """When the latest iteration whose result is there was done [s]."""
         return self._last_done_s
 
-    def finish(self, result: Any) -> Iteration | None:
-        """The iteration of a result, once it is there; waits for it. None: its launch was not
-        seen, or it was idle."""
-        iteration: Iteration | None = getattr(result, "cosched", None)
-        if self._num_stages > 1 and self._in_flight:
-            iteration = self._in_flight[0]  # this result came from the last stage
-        if iteration is None:
+    def finish(self, batch: Any, result: Any) -> Iteration | None:
+        """The iteration of a result, once it is there; waits for it. Results come in the order of
+        launches. None: its launch was not seen, or it was idle."""
+        if not self._in_flight or not port.runs_model(batch):
             return None
-        self._in_flight.remove(iteration)
+        iteration = self._in_flight.popleft()
         if result is self._latest:
             self._latest = None
         if iteration.duration_s is None:

@@ -84,7 +84,7 @@ def state_of(controller: Controller) -> ReplicaState:
             for (request_class, name), (total_s, num) in controller.service.times_s.items()
         },
         histograms={name: {**one} for name, one in controller.service.histograms.items()},
-        skipped=dict(Counter(reason.value for reason in controller.latest_plan.skipped.values()))
+        skipped=dict(Counter(reason.value for reason in controller.latest.plan.skipped.values()))
         if len(controller.waiting.online) + len(pool)
         else {},
         offline_limits=controller.waiting.offline_limits,

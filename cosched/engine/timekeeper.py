@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from cosched.core.batch import BatchShape, BatchTotals
 from cosched.core.view import Ended
 from cosched.engine.clock import Clock
-from cosched.engine.iteration import Iteration
+from cosched.engine.iteration import Iteration, Moment
 from cosched.engine.observe import IterationObserver
 from cosched.engine.tracked import TrackedRequest
 from cosched.predict.calibration import Calibrator
@@ -17,30 +16,24 @@ _MEAN_SHARE = 0.1
 """Of the newest iteration in the moving average of their times."""
 
 
-class Moment(NamedTuple):
-    """now_s             when the plan is made [s]
-    start_s           when the planned iteration is expected to begin [s]
-    mean_iteration_s  moving average of measured times [s]
-    ended             requests that have ended since the moment before
-    """
-
-    now_s: float
-    start_s: float
-    mean_iteration_s: float = 0.0
-    ended: tuple[Ended, ...] = ()
-
-
 class Timekeeper:
     """Collects what happened between two plans: times of tokens, requests that have ended, and
     times of iterations, from which the predictor learns."""
 
     def __init__(
-        self, *, clock: Clock, observer: IterationObserver, predictor: Calibrator | None
+        self,
+        *,
+        clock: Clock,
+        observer: IterationObserver,
+        predictor: Calibrator | None,
+        in_step: bool = False,
     ) -> None:
-        """predictor: None where no decision depends on it."""
+        """predictor: None where no decision depends on it. in_step: other ranks step together with
+        this one."""
         self.clock = clock
         self._observer = observer
         self._predictor = predictor
+        self._in_step = in_step
         self._done: list[Iteration] = []
         self._mean_s = 0.0
         self._ended: list[Ended] = []
@@ -75,11 +68,11 @@ class Timekeeper:
         milliseconds (`LastMoment`)."""
         done = tuple(self._done)
         self._done.clear()
-        group = self._observer.group
-        if group is not None and group.unagreed in done:
+        newest = self._observer.newest
+        if self._in_step and newest is not None and newest in done and newest.longest is None:
             # The other ranks have not said yet whose batch was the longest.
-            done = tuple(iteration for iteration in done if iteration is not group.unagreed)
-            self._done.append(group.unagreed)
+            done = tuple(iteration for iteration in done if iteration is not newest)
+            self._done.append(newest)
         for iteration in done:
             share = _MEAN_SHARE if self._mean_s else 1.0
             self._mean_s += share * (iteration.seconds - self._mean_s)

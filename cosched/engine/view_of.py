@@ -28,12 +28,12 @@ from cosched.core.view import (
 )
 from cosched.engine import port
 from cosched.engine.isolated import IsolatedWatch
+from cosched.engine.iteration import Moment
 from cosched.engine.kv import KvManager
 from cosched.engine.lengths import Lengths
 from cosched.engine.port.prefixes import RunningPrefixes
 from cosched.engine.running import Running, own_tokens
 from cosched.engine.running_table import RunningTable
-from cosched.engine.timekeeper import Moment
 from cosched.engine.tracked import TrackedRequest
 from cosched.engine.waiting import WaitingQueue
 from cosched.memory.recompute import RecomputeBudget

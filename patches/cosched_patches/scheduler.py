@@ -359,7 +359,7 @@ def process_result(original: Any, scheduler: Any, batch: Any, result: Any) -> An
 
     def process() -> Any:
         observer, controller = getattr(scheduler, "cosched_observer", None), _controller(scheduler)
-        iteration = None if observer is None else observer.finish(result)
+        iteration = None if observer is None else observer.finish(batch, result)
         answer = original(scheduler, batch, result)
         if controller is not None:
             controller.finished(iteration, batch)

@@ -233,6 +233,6 @@ def watch_plans(engine, *, before=lambda: None, after=lambda plan: None) -> None
 
 def view_now(scheduler):
     """What a policy would see of a scheduler, at no particular time."""
-    from cosched.engine.timekeeper import Moment
+    from cosched.engine.iteration import Moment
 
     return scheduler.cosched.view(scheduler.running_batch, Moment(0.0, 0.0))

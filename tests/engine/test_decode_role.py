@@ -64,13 +64,15 @@ def pause_at_random(engine, share, on_plan, seed=1):
     controller, choose = engine.scheduler.cosched, random.Random(seed)
     original, paused = controller._plan, []
 
-    def plan(running_batch, is_again):
+    def plan(running_batch, *rest):
         on_plan(running_batch)
-        made = original(running_batch, is_again)
+        iteration = original(running_batch, *rest)
         more = {r.rid for r in running_batch.reqs[1:] if choose.random() < share}
         more -= {r.rid for r in running_batch.reqs if r.finished()}
         paused.append(len(more))
-        return replace(made, paused=frozenset(more)) if more else made
+        if more:
+            iteration.plan = replace(iteration.plan, paused=frozenset(more))
+        return iteration
 
     controller._plan = plan
     return paused

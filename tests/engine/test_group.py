@@ -47,8 +47,7 @@ def agree(*members, plans_ahead=False):
     waits = [None] * len(members)
 
     def run(rank):
-        needs, groups[rank].unagreed = members[rank]
-        waits[rank] = groups[rank].send(needs)
+        waits[rank] = groups[rank].send(*members[rank])
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(members))]
     for thread in threads:
@@ -68,17 +67,18 @@ def test_every_rank_knows_what_the_others_need():
 def test_all_ranks_learn_the_time_of_the_longest_batch():
     long, short = Iteration(shape=LONG), Iteration(shape=SHORT)
     long.predicted_s, short.predicted_s = 0.3, 0.1
-    groups, _ = agree((BUSY, short), (BUSY, long), (RankNeeds(), None))
+    agree((BUSY, short), (BUSY, long), (RankNeeds(), None))
     assert short.longest == long.longest == BatchTotals.of(LONG)
     assert short.predicted_s == long.predicted_s == 0.3
-    assert all(group.unagreed is None for group in groups)
+    agree((BUSY, short), (BUSY, Iteration(shape=SHORT, predicted_s=0.9)))
+    assert short.predicted_s == 0.3, "a rank says it once"
 
 
 def test_with_drafts_the_ranks_decode_where_one_is_due_and_never_twice_for_it():
     due, ahead = BUSY._replace(online_s=-0.01, offline_s=-0.02), BUSY
     gathered = [[*needs, 0.0, *[0] * (WIDTH - 6)] for needs in (due, ahead)]
     group = Group(lambda _: gathered, GUARD, rank=1, plans_ahead=False, takes_turns=True)
-    seen = [(group.send(ahead), group.others)[1] for _ in range(3)]
+    seen = [(group.send(ahead, None), group.others)[1] for _ in range(3)]
     assert [others.must_decode for others in seen] == [True, False, True]
     assert seen[0].offline_s == 0 and seen[0].taken_s == due.alone_s
 
@@ -89,10 +89,10 @@ def test_a_microbatch_is_bounded_by_the_online_requests_of_the_others():
     group, seen = Microbatches(lambda: next(turn), GUARD), []
     for number in (0, 1, 2, 0, 1):
         view = SimpleNamespace(number=number)
-        group.agree(policy, view)
+        group.agree(policy, view, None)
         seen.append(view.others.offline_s)
     assert seen == [math.inf, 0.04, 0.04, 0.01, 0.01]
-    group.agree(policy, None)
+    group.agree(policy, None, None)
     assert group.others.taken_s == -math.inf
 
 

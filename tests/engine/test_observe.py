@@ -8,7 +8,7 @@ import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.core.batch import BatchShape, Prefill
 from cosched.core.plan import Plan
 from cosched.engine.guard import Guard
-from cosched.engine.iteration import Iteration
+from cosched.engine.iteration import Iteration, give
 from cosched.engine.observe import IterationObserver
 from tests.recorded import NO_DRAFTS
 
@@ -66,7 +66,7 @@ class Loop:
     def finish(self, *, at_s=None):
         if at_s is not None:
             self.clock.time_s = at_s
-        return self.observer.finish(self.results.pop(0))
+        return self.observer.finish(BATCH, self.results.pop(0))
 
 
 def test_host_time_between_iterations_counts_unless_the_scheduler_was_idle():
@@ -142,12 +142,12 @@ def test_a_plan_its_launch_and_its_result_are_one_iteration():
     loop = Loop(device="cuda")
     plans = [Plan(prefill={"a": 3}), Plan(paused=frozenset({"b"}))]
     for plan in plans:
-        loop.observer.planned = Iteration(plan=plan)
+        give(BATCH, Iteration(plan=plan))
         loop.launch()
     done = [loop.finish(at_s=at_s) for at_s in (1.0, 3.0)]
     assert [iteration.plan for iteration in done] == plans
     assert loop.steps == done
-    assert loop.observer.finish(SimpleNamespace()) is None, "nobody saw its launch"
+    assert loop.observer.finish(BATCH, SimpleNamespace()) is None, "nobody saw its launch"
 
 
 def test_what_is_under_way_ends_when_it_was_predicted_to():
@@ -193,7 +193,8 @@ def test_a_device_that_is_done_during_a_launch_ran_dry_unless_the_launch_waited_
             event = SimpleNamespace(query=lambda end_s=steps[-1]: clock.time_s >= end_s)
             return SimpleNamespace(copy_done=event)
 
-        return observer.launch(run, BATCH).cosched
+        observer.launch(run, BATCH)
+        return observer.newest
 
     first = launch(takes_s=0.001)
     clock.time_s += 0.0075  # the device is busy for half a millisecond more

@@ -228,8 +228,9 @@ class SoakEngine:
             plan = self.controller.plan
 
             def noted_plan(*arguments: Any, **options: Any) -> Any:
-                self.last_plan = plan(*arguments, **options)
-                return self.last_plan
+                iteration = plan(*arguments, **options)
+                self.last_plan = iteration.plan
+                return iteration
 
             self.controller.plan = noted_plan
 
