@@ -18,7 +18,7 @@ from cosched.batch.prometheus import Kind
 from cosched.cli import new_app
 from cosched.config import ENV_VAR
 from cosched.engine.arguments import check_flags
-from cosched.engine.exporter import METRICS
+from cosched.engine.features.exporter import METRICS
 from cosched.engine.options import ServerFlags, config_from
 from tests.serving import ROOT
 

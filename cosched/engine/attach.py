@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 from functools import partial
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 from cosched.config import Config
@@ -15,35 +13,31 @@ from cosched.engine import port
 from cosched.engine.clock import Clock, EngineClock
 from cosched.engine.controller import Controller
 from cosched.engine.cpu import run_uncompiled
-from cosched.engine.decisions import DecisionLog
 from cosched.engine.decode_role import DecodeRole
-from cosched.engine.exporter import MetricsExporter
 from cosched.engine.faults import RequestFaults
+from cosched.engine.features import all_features
 from cosched.engine.group import Group, Microbatches
 from cosched.engine.guard import Guard
 from cosched.engine.identity import calibrator_of
-from cosched.engine.isolated import IsolatedWatch
 from cosched.engine.kv import KvManager, transfer_s_of
 from cosched.engine.last_moment import Arrivals, LastMoment
 from cosched.engine.lengths import Lengths
 from cosched.engine.observe import IterationLogFile, IterationObserver
 from cosched.engine.offline_gate import OfflineGate
+from cosched.engine.parts import path_of_replica
 from cosched.engine.port import bidirectional
 from cosched.engine.port.attention import prefills_wait
 from cosched.engine.port.grammar_compilers import take_compilers
 from cosched.engine.port.prefixes import RunningPrefixes
 from cosched.engine.ranks import Ranks
-from cosched.engine.read_state import state_of
 from cosched.engine.running_table import RunningTable
 from cosched.engine.service import ServiceRecord
 from cosched.engine.startup import describe
 from cosched.engine.state import Log
-from cosched.engine.storage import StorageReads
 from cosched.engine.support import chooses_evictions
 from cosched.engine.timekeeper import Timekeeper
-from cosched.engine.tracked import TrackedRequest
+from cosched.engine.tracked import TrackedRequest, num_cached
 from cosched.engine.tree_core import can_watch
-from cosched.engine.view_of import num_cached
 from cosched.engine.waiting import Intake, WaitingQueue, WaitingSummary
 from cosched.errors import ConfigError
 from cosched.memory.recompute import RecomputeBudget
@@ -52,8 +46,8 @@ from cosched.pool.pool import ArrivalQueue, OfflinePool
 from cosched.pool.prefix_pool import PrefixPool
 from cosched.pool.tenants import TenantPool
 from cosched.predict.account import Account
+from cosched.predict.calibration import Calibrator
 from cosched.predict.fitted import GraphSizes
-from cosched.predict.tolerance import ToleranceConfig
 from cosched.schedule.base import PolicySettings
 
 RECOMPUTE_WINDOW_S = 60.0
@@ -82,7 +76,9 @@ def attach(scheduler: Any, config: Config) -> None:
     scheduler.cosched_faults = RequestFaults(scheduler, guard)
     logs: dict[str, Log] = {}
     if config.iteration_log is not None and port.parallel().plans:
-        logs["iteration"] = iteration_log = IterationLogFile(_log_path(config.iteration_log))
+        logs["iteration"] = iteration_log = IterationLogFile(
+            path_of_replica(config.iteration_log, port.parallel().dp_rank)
+        )
         observer.add_listener(iteration_log)
     entry = policy_entry(config.policy)
     scheduler.cosched_offline = OfflineGate(scheduler, max_waiting=config.max_offline_waiting)
@@ -99,18 +95,7 @@ def attach(scheduler: Any, config: Config) -> None:
     if port.parallel().plans:
         logger.info("cosched: %s", describe(config, scheduler.server_args))
     scheduler.cosched = controller = _controller(scheduler, entry, config, observer, guard)
-    controller.logs = logs
-    labels = port.metric_labels(scheduler)
-    if labels is not None and port.parallel().stage == 0:
-        controller.export_to(MetricsExporter(partial(state_of, controller), labels))
-    if config.decision_log is not None and port.parallel().plans:
-        logs["decision"] = decisions = DecisionLog(
-            _log_path(config.decision_log),
-            policy=config.policy,
-            versions={name: version(name) for name in ("cosched", "sglang")},
-            max_bytes=int(config.decision_log_mb * 1e6),
-        )
-        controller.log_decisions(decisions)
+    controller.logs |= logs
 
 
 def _controller(
@@ -122,7 +107,7 @@ def _controller(
 ) -> Controller:
     """The controller of a scheduler, in charge of its waiting queue for as long as it lives."""
     assert entry.make is not None, f"{entry.name} plans nothing"
-    caps, clock, overlaps = port.caps_of(scheduler), observer.clock, port.overlaps(scheduler)
+    caps, clock = port.caps_of(scheduler), observer.clock
     settings = PolicySettings(
         caps=caps,
         slo=config.slo.targets(),
@@ -138,42 +123,8 @@ def _controller(
         config,
         graphs=port.graph_sizes_of(scheduler),
     )
-    ranks: Ranks | None = None
-    group: Group | Microbatches | None = None
-    parallel, is_source = port.parallel(), port.parallel().plans
-    if not parallel.is_alone:
-        ranks = Ranks(
-            port.rank_group(scheduler) if parallel.tp_size > 1 and parallel.stage == 0 else None,
-            is_source=is_source,
-            relay=port.Relay(scheduler) if parallel.num_stages > 1 else None,
-        )
-    if parallel.num_stages > 1 and is_source:
-        group = Microbatches(partial(port.microbatch, scheduler), guard)
-    if parallel.group_size > 1:
-        assert parallel.dp_rank is not None
-        port.drop_prefill_delayer(scheduler)
-        group = Group(
-            partial(port.exchange, scheduler),
-            guard,
-            rank=parallel.dp_rank,
-            plans_ahead=overlaps and not port.runs_on_cpu(scheduler),
-            takes_turns=caps.takes_turns,
-        )
-    cached = partial(num_cached, scheduler.tree_cache)
+    is_source = port.parallel().plans
     lengths = Lengths(config.named_length(), guard)
-    pool: OfflinePool[TrackedRequest] = ArrivalQueue()
-    if entry.pool is not None and is_source:
-        pool_config = config.pool or entry.pool
-        pool = TenantPool(
-            make_pool=lambda: PrefixPool(
-                pool_config,
-                num_cached=cached,
-                num_left=lambda request: lengths.remaining(request).median,
-            ),
-            lag_s=None if pool_config.tenant_lag_s == "off" else pool_config.tenant_lag_s,
-            weights=config.batches.tenant_weights,
-            most_running=config.most_running_offline(),
-        )
     arrivals = Arrivals(observer)
     timekeeper = None
     if is_source:
@@ -181,21 +132,10 @@ def _controller(
             clock=clock,
             observer=observer,
             predictor=predictor if entry.timed else None,
-            in_step=parallel.group_size > 1,
+            in_step=port.parallel().group_size > 1,
         )
-    last_moment = None
-    is_early = config.plan_early or entry.early
-    waits = entry.timed and not is_early and overlaps and port.waits_alone(scheduler)
-    if timekeeper is not None and waits:
-        last_moment = LastMoment(
-            observer=observer,
-            clock=clock,
-            is_known=lambda shape: predictor.knows(BatchTotals.of(shape)),
-            meanwhile=timekeeper.learn,
-        )
-        observer.note_launched = last_moment.launched
     waiting = WaitingQueue(
-        pool=pool,
+        pool=_pool_of(scheduler, entry, config, lengths) if is_source else ArrivalQueue(),
         clock=clock,
         guard=guard,
         intake=Intake(config.target_bounds(), settings.tiers, arrivals.came_s),
@@ -203,28 +143,7 @@ def _controller(
     )
     if is_source:
         observer.account = waiting.account
-    isolated = None
-    if is_source and entry.timed and (config.tolerance is not None or _has_baseline(caps)):
-        isolated = waiting.isolated = IsolatedWatch(
-            config.tolerance or ToleranceConfig(),
-            caps=caps,
-            overlaps=overlaps,
-            plans_ahead=overlaps and last_moment is None,
-            predictor=predictor,
-            num_cached=cached,
-        )
-    kv = None
-    named_kv = config.named_kv()
-    if _evicts(scheduler, config):
-        kv = KvManager(
-            scheduler,
-            named_kv,
-            pool=lambda: waiting.offline,
-            online=waiting.online,
-            ttft_s=settings.slo.ttft_s,
-        )
-        if is_source:  # elsewhere it only follows: rank 0 says what is evicted
-            waiting.kv = kv
+    kv = _kv_of(scheduler, config, waiting, settings.slo.ttft_s)
     share = config.kv.recompute_share
     controller = Controller(
         scheduler=scheduler,
@@ -248,16 +167,16 @@ def _controller(
         service=ServiceRecord(slo=settings.slo, tiers=settings.tiers),
         recompute=RecomputeBudget(share=share, most_s=share * RECOMPUTE_WINDOW_S),
         timekeeper=timekeeper,
-        ranks=ranks,
-        group=group,
-        last_moment=last_moment,
-        isolated=isolated,
+        ranks=_ranks_of(scheduler),
+        group=_group_of(scheduler, caps, guard),
+        last_moment=_last_moment_of(scheduler, entry, config, predictor, timekeeper),
         kv=kv,
-        storage=StorageReads(scheduler, lambda: waiting.offline)
-        if port.reads_storage(scheduler)
-        else None,
         prefixes=RunningPrefixes.of(scheduler) if caps.shared_prefix else None,
     )
+    for kind in all_features():
+        feature = kind.of(controller)
+        if feature is not None:
+            controller.features.add(feature)
     if port.host_total(scheduler):
         controller.use_transfer(transfer_s_of(scheduler, config.kv.host_bandwidth_gb_s))
     if port.only_decodes():
@@ -270,12 +189,90 @@ def _controller(
     return controller
 
 
-def _has_baseline(caps: EngineCaps) -> bool:
-    """Whether `cosched.predict.isolated` has the rules by which stock SGLang would serve online
-    requests here: not where ranks or servers share the work, or a decode gives several tokens."""
+def _ranks_of(scheduler: Any) -> Ranks | None:
     parallel = port.parallel()
-    is_shared = parallel.group_size > 1 or parallel.num_stages > 1 or port.shares_work()
-    return not is_shared and caps.decode_reserve == 1
+    if parallel.is_alone:
+        return None
+    return Ranks(
+        port.rank_group(scheduler) if parallel.tp_size > 1 and parallel.stage == 0 else None,
+        is_source=parallel.plans,
+        relay=port.Relay(scheduler) if parallel.num_stages > 1 else None,
+    )
+
+
+def _group_of(scheduler: Any, caps: EngineCaps, guard: Guard) -> Group | Microbatches | None:
+    parallel = port.parallel()
+    if parallel.group_size > 1:
+        assert parallel.dp_rank is not None
+        port.drop_prefill_delayer(scheduler)
+        return Group(
+            partial(port.exchange, scheduler),
+            guard,
+            rank=parallel.dp_rank,
+            plans_ahead=port.overlaps(scheduler) and not port.runs_on_cpu(scheduler),
+            takes_turns=caps.takes_turns,
+        )
+    if parallel.num_stages > 1 and parallel.plans:
+        return Microbatches(partial(port.microbatch, scheduler), guard)
+    return None
+
+
+def _pool_of(
+    scheduler: Any, entry: PolicyEntry, config: Config, lengths: Lengths
+) -> OfflinePool[TrackedRequest]:
+    if entry.pool is None:
+        return ArrivalQueue()
+    pool_config = config.pool or entry.pool
+    return TenantPool(
+        make_pool=lambda: PrefixPool(
+            pool_config,
+            num_cached=partial(num_cached, scheduler.tree_cache),
+            num_left=lambda request: lengths.remaining(request).median,
+        ),
+        lag_s=None if pool_config.tenant_lag_s == "off" else pool_config.tenant_lag_s,
+        weights=config.batches.tenant_weights,
+        most_running=config.most_running_offline(),
+    )
+
+
+def _last_moment_of(
+    scheduler: Any,
+    entry: PolicyEntry,
+    config: Config,
+    predictor: Calibrator,
+    timekeeper: Timekeeper | None,
+) -> LastMoment | None:
+    is_early = config.plan_early or entry.early or not entry.timed
+    if timekeeper is None or is_early:
+        return None
+    if not (port.overlaps(scheduler) and port.waits_alone(scheduler)):
+        return None
+    observer: IterationObserver = scheduler.cosched_observer
+    last_moment = LastMoment(
+        observer=observer,
+        clock=observer.clock,
+        is_known=lambda shape: predictor.knows(BatchTotals.of(shape)),
+        meanwhile=timekeeper.learn,
+    )
+    observer.note_launched = last_moment.launched
+    return last_moment
+
+
+def _kv_of(
+    scheduler: Any, config: Config, waiting: WaitingQueue, ttft_s: float | None
+) -> KvManager | None:
+    if not _evicts(scheduler, config):
+        return None
+    kv = KvManager(
+        scheduler,
+        config.named_kv(),
+        pool=lambda: waiting.offline,
+        online=waiting.online,
+        ttft_s=ttft_s,
+    )
+    if port.parallel().plans:  # elsewhere it only follows: rank 0 says what is evicted
+        waiting.kv = kv
+    return kv
 
 
 def _evicts(scheduler: Any, config: Config) -> bool:
@@ -303,9 +300,3 @@ def use_virtual_device(
         controller.predictor.use_graphs(graphs)
         if isinstance(controller.group, Group):
             controller.group.plans_ahead = port.overlaps(scheduler)
-
-
-def _log_path(path: str) -> Path:
-    """One file per replica: with data parallelism the replica's number is appended."""
-    dp_rank = port.parallel().dp_rank
-    return Path(path if dp_rank is None else f"{path}.{dp_rank}")

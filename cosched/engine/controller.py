@@ -25,11 +25,9 @@ from cosched.core.request import LateReason, Request
 from cosched.core.wire import LATE_KEY
 from cosched.engine import port
 from cosched.engine.clock import EngineClock
-from cosched.engine.decisions import DecisionLog
-from cosched.engine.exporter import MetricsExporter
+from cosched.engine.feature import Feature
 from cosched.engine.group import Group, Microbatches
 from cosched.engine.guard import Guard
-from cosched.engine.isolated import IsolatedWatch
 from cosched.engine.iteration import Before, Iteration, Moment, give
 from cosched.engine.kv import KvManager
 from cosched.engine.last_moment import Arrivals, LastMoment
@@ -41,9 +39,8 @@ from cosched.engine.port.penalties import count_resumed
 from cosched.engine.port.prefixes import RunningPrefixes
 from cosched.engine.ranks import Ranks, Shared
 from cosched.engine.running_table import RunningTable
-from cosched.engine.service import ServiceRecord, offline_work_s
+from cosched.engine.service import ServiceRecord
 from cosched.engine.state import PLANNING_WINDOW, Counters, Log
-from cosched.engine.storage import StorageReads
 from cosched.engine.timekeeper import Timekeeper
 from cosched.engine.tracked import TrackedRequest
 from cosched.engine.view_of import SchedulerView
@@ -74,11 +71,10 @@ class Controller:
     ranks        None: there is one rank
     group        None: no other ranks step together with this one, and there is no pipeline
     last_moment  None: an iteration is planned as soon as the one before it runs, or has ended
-    isolated     None: what online requests would have alone is not known here
     kv           None: SGLang's own eviction order holds
-    storage      None: there is no storage below host memory
     prefixes     None: the engine reads the KV of a shared prefix for each request
     is_timed     plans depend on predicted times
+    features     hear of each step
     """
 
     scheduler: Any
@@ -100,15 +96,11 @@ class Controller:
     ranks: Ranks | None
     group: Group | Microbatches | None
     last_moment: LastMoment | None
-    isolated: IsolatedWatch | None
     kv: KvManager | None
-    storage: StorageReads | None
     prefixes: RunningPrefixes | None
 
     counters: Counters = field(default_factory=Counters)
     planning_times_s: deque[float] = field(default_factory=lambda: deque(maxlen=PLANNING_WINDOW))
-    decisions: DecisionLog | None = None
-    exporter: MetricsExporter | None = None
     logs: dict[str, Log] = field(default_factory=dict)
     due: Iteration | None = None
     """Planned, while SGLang builds its batch."""
@@ -119,6 +111,7 @@ class Controller:
 
     def __post_init__(self) -> None:
         self._state = self.policy.initial
+        self.features = self.waiting.features
 
     # --- The loop ---
 
@@ -198,13 +191,13 @@ class Controller:
                     if iteration is not None:
                         iteration.came_late = came_late
         if iteration is not None:
-            self._log(lambda log: log.launched(iteration, batch))
+            self.features.tell(Feature.on_launched, iteration, batch)
         return running_batch
 
     def finished(self, iteration: Iteration | None, batch: Any) -> None:
         """The tokens of an iteration are known. iteration: None if its launch was not observed."""
         if iteration is not None:
-            self._log(lambda log: log.finished(iteration, batch))
+            self.features.tell(Feature.on_result, iteration, batch)
             self.waiting.computed(batch.reqs[: len(iteration.shape.prefills)])
         self.table.came(batch)
         self.on_result(iteration, batch.reqs)
@@ -212,14 +205,10 @@ class Controller:
 
     def _report(self, *, is_idle: bool) -> None:
         """What people are told: no plan waits for it."""
-        before = self.latest.before
-        if self.isolated is not None and not self.isolated.promises and before is not None:
-            self._follow_isolated(before.moment.now_s)
-        with self.guard.watching("metrics"):
-            if self.kv is not None:
+        if self.kv is not None:
+            with self.guard.watching("metrics"):
                 self.kv.count_uses()
-            if self.exporter is not None:
-                self.exporter.show(is_idle=is_idle)
+        self.features.tell(Feature.on_report, is_idle=is_idle)
 
     def on_result(self, iteration: Iteration | None, reqs: Sequence[Any]) -> None:
         """These requests have new tokens, or have ended."""
@@ -234,19 +223,11 @@ class Controller:
     def _on_finished(self, tracked: TrackedRequest) -> None:
         """A request has its whole reply, or was aborted."""
         self.lengths.ended(tracked)
-        if self.is_timed:
-            self.counters.offline_work_s += offline_work_s(
-                tracked,
-                self.predictor,
-                num_kv_tokens=port.kv_total(self.scheduler),
-                max_running_requests=self.caps.max_running_requests,
-            )
         self.table.forget(tracked)
         if self.prefixes is not None:
             self.prefixes.forget(tracked.req)
         self.waiting.ended(tracked)
-        if self.isolated is not None:
-            self.isolated.ended(tracked)
+        self.features.tell(Feature.on_finished, tracked)
         if self.kv is not None:
             self.kv.ended(tracked)
 
@@ -270,26 +251,23 @@ class Controller:
         look: what its plan sees; None: as of now. instead: in place of this one, with the state
         that the policy had before it.
         """
-        iteration, evictions = None, None
-        reads: Sequence[str] = ()
+        iteration, given = None, dict[str, Any]()
         if self.timekeeper is not None:
             with port.pinning_chunk(self.scheduler):
                 iteration = self._plan(running_batch, look, instead)
-            if self.storage is not None:
-                reads = self.storage.due()
+            given = self.features.to_share()
         if self.ranks is not None:
             own = None
             if iteration is not None:
                 evictions = self._evicted(iteration.plan, running_batch)
-                own = Shared(iteration.plan_json, evictions, reads)
+                own = Shared(iteration.plan_json, evictions, given)
             shared = self.ranks.share(own)
-            reads = shared.reads
+            given = shared.features
             if iteration is None:
                 iteration = Iteration(plan=Plan.from_json(shared.plan))
             if self.kv is not None:
                 self.kv.give(shared.evictions)
-        if self.storage is not None:
-            self.storage.begin(t for rid in reads if (t := self.waiting.get(rid)) is not None)
+        self.features.shared(given)
         assert iteration is not None, "this rank plans, or another sends its plan"
         return iteration
 
@@ -322,19 +300,13 @@ class Controller:
         before = Before(self._state, moment)
         self.arrivals.looked(moment.now_s)
         self.waiting.advance(moment.now_s)
-        if self.isolated is not None and self.isolated.promises:
-            self._follow_isolated(moment.now_s)
+        self.features.tell(Feature.on_look, moment.now_s)
         view = self.view(running_batch, moment)
         if self.kv is not None:
             with self.guard.watching("kv"):
                 self.kv.advance(moment.now_s, self.predictor, own=view.own)
         self.predictor.error = error_factor(self.config.predictor_error, self.counters.num_plans)
         return _Look(view, before)
-
-    def _follow_isolated(self, now_s: float) -> None:
-        assert self.isolated is not None
-        with self.guard.watching("isolated"):
-            self.isolated.advance(now_s)
 
     def view(self, running_batch: Any, moment: Moment) -> SchedulerView:
         """What a plan made now would see."""
@@ -351,10 +323,7 @@ class Controller:
         self.counters.num_plans += 1
         self.counters.planning_s += planning_s
         self.planning_times_s.append(planning_s)
-        if self.exporter is not None:
-            with self.guard.watching("metrics"):
-                self.exporter.planned(planning_s)
-        self._log(lambda log: log.planned(iteration, view))
+        self.features.tell(Feature.on_plan, iteration, view)
         for rid, reason in iteration.plan.late.items():
             self._judged_late(rid, reason)
 
@@ -471,7 +440,7 @@ class Controller:
         self.must_decode.clear()
         for tracked in requests:
             self.table.forget(tracked)
-        self._log(lambda log: log.abandoned())
+        self.features.tell(Feature.on_abandoned)
 
     @property
     def paused_adapters(self) -> frozenset[str | None]:
@@ -490,24 +459,3 @@ class Controller:
         before, self.policy = self.policy, policy
         self._state = policy.initial
         return before
-
-    def export_to(self, exporter: MetricsExporter) -> None:
-        """Report to Prometheus from now on."""
-        self.exporter = self.service.listener = exporter
-        self.observer.add_listener(exporter.measured)
-
-    def log_decisions(self, log: DecisionLog | None) -> None:
-        """Write every plan to this log from now on."""
-        self.decisions = self.waiting.decisions = log
-
-    def _log(self, write: Callable[[DecisionLog], None]) -> None:
-        """Write to the decision log. It ends where it fails: no line may be missing."""
-        if self.decisions is None:
-            return
-        try:
-            write(self.decisions)
-        except Exception as error:
-            if self.guard.is_strict:
-                raise
-            self.log_decisions(None)
-            self.guard.note("decision_log", error)

@@ -25,12 +25,12 @@ class Shared(msgspec.Struct, array_like=True, frozen=True):
 
     plan       `Plan.to_json`
     evictions  None: the engine's order holds (`cosched.engine.tree_core`)
-    reads      waiting requests about which the storage is asked (`cosched.engine.storage`)
+    features   place of a feature -> `Feature.to_share`
     """
 
     plan: msgspec.Raw
     evictions: Sequence[Eviction] | None = None
-    reads: Sequence[str] = ()
+    features: dict[str, Any] = {}
 
 
 class Ranks:

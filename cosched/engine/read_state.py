@@ -11,6 +11,8 @@ from cosched.core.request import RequestClass
 from cosched.engine import port
 from cosched.engine.chat_load import ChatState
 from cosched.engine.controller import Controller
+from cosched.engine.features.isolated_watch import IsolatedWatch
+from cosched.engine.features.offline_work import OfflineWork
 from cosched.engine.state import OfflineProgress, PlanningTimes, ReplicaState, TierState
 from cosched.engine.tracked import TrackedRequest
 from cosched.pool.tenants import TenantPool
@@ -32,6 +34,8 @@ def state_of(controller: Controller) -> ReplicaState:
     output_tokens = controller.service.output_tokens
     aborted = controller.service.aborted + controller.waiting.aborted
     cancelled = controller.service.cancelled + controller.waiting.cancelled
+    alone = controller.features.get(IsolatedWatch)
+    work = controller.features.get(OfflineWork)
     return ReplicaState(
         policy=controller.config.policy,
         num_waiting_online=len(controller.waiting.online),
@@ -70,7 +74,7 @@ def state_of(controller: Controller) -> ReplicaState:
         recomputed_tokens=counters.recomputed_tokens,
         online_output_tokens=output_tokens[RequestClass.ONLINE],
         offline_output_tokens=output_tokens[RequestClass.OFFLINE],
-        offline_work_s=round(counters.offline_work_s, 6),
+        offline_work_s=0.0 if work is None else round(work.work_s, 6),
         attainment={
             target: (met, missed)
             for (_, target), (met, missed) in controller.service.attainment.items()
@@ -90,7 +94,7 @@ def state_of(controller: Controller) -> ReplicaState:
         offline_limits=controller.waiting.offline_limits,
         pool=pool.stats() if isinstance(pool, TenantPool) else None,
         kv=None if controller.kv is None else controller.kv.occupancy(),
-        alone=None if controller.isolated is None else controller.isolated.state(),
+        alone=None if alone is None else alone.state(),
         chat=chat_state(controller),
         tiers=_tiers(controller, running),
         logs_off=tuple(name for name, log in controller.logs.items() if log.is_off),

@@ -11,15 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from cosched.core.batch import BatchShape, BatchTotals
 from cosched.core.request import LateReason, RequestClass, Slo
 from cosched.core.tiers import Tier
 from cosched.engine import port
 from cosched.engine.chat_load import ChatLoad
 from cosched.engine.history import bucket_of
 from cosched.engine.tracked import TrackedRequest
-from cosched.predict.calibration import Calibrator
-from cosched.predict.work import prompt_cost_s, token_cost_s
 
 ALL_TARGETS = "all"
 TARGETS: Mapping[RequestClass, tuple[str, ...]] = {
@@ -186,30 +183,3 @@ class ServiceRecord:
 
 def _target(own: float | None, servers: float | None) -> float | None:
     return servers if own is None else own
-
-
-def offline_work_s(
-    tracked: TrackedRequest,
-    predictor: Calibrator,
-    *,
-    num_kv_tokens: int,
-    max_running_requests: int,
-) -> float:
-    """What an offline request that has ended costs in the best batch: its prompt without what was
-    cached, and its share of decodes in a batch as large as memory allows [s]; 0 of others. Before
-    iteration times are learned they are guessed, many times too long: then at most what the request
-    has cost, since no batch is better than the best."""
-    num_output = tracked.num_output_tokens
-    if tracked.request_class is not RequestClass.OFFLINE or not num_output:
-        return 0.0
-
-    def iteration_s(shape: BatchShape) -> float:
-        return predictor.estimate_s(BatchTotals.of(shape))
-
-    num_cached = min(port.num_cached_at_first(tracked.req), tracked.num_prompt_tokens)
-    prompt_s = prompt_cost_s(iteration_s, num_cached, tracked.num_prompt_tokens - num_cached)
-    context = tracked.num_prompt_tokens + num_output // 2
-    num_decodes = max(1, min(max_running_requests, num_kv_tokens // max(context, 1)))
-    tokens_s = (num_output - 1) * token_cost_s(iteration_s, context, num_decodes=num_decodes)
-    work_s = prompt_s + tokens_s
-    return work_s if predictor.is_known else min(work_s, tracked.device_s)

@@ -11,7 +11,7 @@ from cosched.core.request import RequestClass
 from cosched.core.view import OfflineLimits
 from cosched.engine import port
 from cosched.engine.chat_load import ChatState
-from cosched.engine.isolated import IsolatedState
+from cosched.engine.features.isolated_watch import IsolatedState
 from cosched.engine.tracked import TrackedRequest
 from cosched.memory.occupancy import KvOccupancy
 from cosched.pool.prefix_pool import PoolStats
@@ -37,7 +37,6 @@ class Counters:
     online_prefill_tokens: int = 0
     offline_prefill_tokens: int = 0
     recomputed_tokens: int = 0
-    offline_work_s: float = 0.0
 
     def count_prefills(self, batch: Any) -> None:
         """A batch with prompt tokens was built."""

@@ -45,7 +45,6 @@ class TrackedRequest:
         "has_penalties",
         "is_ended",
         "is_hosted",
-        "is_read",
         "is_reported",
         "kv_hashes",
         "kv_turn",
@@ -128,8 +127,6 @@ class TrackedRequest:
         """A plan made it a guest, and no plan has set KV aside for it since."""
         self._host: tuple[TrackedRequest, int] | None = None
         """Its host, and the number of preemptions of both at that time."""
-        self.is_read = False
-        """The storage below host memory was asked about it (`cosched.engine.storage`)."""
         self.num_refusals = 0
         """Times in a row that the engine refused it although a plan admitted it."""
         self.backoff_until = 0
@@ -225,3 +222,9 @@ class TrackedRequest:
 def _traits_of(req: Any) -> Traits:
     traits = port.traits_of(req)
     return PLAIN if traits == PLAIN else traits
+
+
+def num_cached(tree_cache: Any, request: TrackedRequest) -> int:
+    """Tokens at the head of a waiting request whose KV is in the radix tree; changes nothing in
+    it."""
+    return port.peek(tree_cache, request.req).num_tokens

@@ -27,7 +27,8 @@ from cosched.core.view import (
     ToleranceHeadroom,
 )
 from cosched.engine import port
-from cosched.engine.isolated import IsolatedWatch
+from cosched.engine.feature import Features
+from cosched.engine.features.isolated_watch import IsolatedWatch
 from cosched.engine.iteration import Moment
 from cosched.engine.kv import KvManager
 from cosched.engine.lengths import Lengths
@@ -43,12 +44,6 @@ from cosched.schedule.ledger import promised_tokens
 _NOTHING = Match(cached=0, evictable=0)
 
 
-def num_cached(tree_cache: Any, request: TrackedRequest) -> int:
-    """Tokens at the head of a waiting request whose KV is in the radix tree; changes nothing in
-    it."""
-    return port.peek(tree_cache, request.req).num_tokens
-
-
 class Sources(Protocol):
     """The parts of the engine that a view reads; a `cosched.engine.controller.Controller` has them,
     and describes them."""
@@ -60,7 +55,7 @@ class Sources(Protocol):
     waiting: WaitingQueue
     table: RunningTable
     recompute: RecomputeBudget
-    isolated: IsolatedWatch | None
+    features: Features
     kv: KvManager | None
     prefixes: RunningPrefixes | None
 
@@ -94,7 +89,7 @@ class SchedulerView:
         self.now_s: float = moment.now_s
         self.start_s: float = moment.start_s
         self.recompute_debt_s: float = sources.recompute.debt_s(moment.now_s)
-        kv, isolated = sources.kv, sources.isolated
+        kv, isolated = sources.kv, sources.features.get(IsolatedWatch)
         self._kv = kv
         self.tolerance_headroom: ToleranceHeadroom | None = (
             None if isolated is None else isolated.headroom

@@ -21,9 +21,8 @@ from cosched.core.view import OfflineLimits
 from cosched.core.wire import Bounds, class_of_priority
 from cosched.engine import port
 from cosched.engine.clock import Clock
-from cosched.engine.decisions import DecisionLog
+from cosched.engine.feature import Feature, Features
 from cosched.engine.guard import Guard
-from cosched.engine.isolated import IsolatedWatch
 from cosched.engine.kv import KvManager
 from cosched.engine.tracked import TrackedRequest
 from cosched.pool.pool import ArrivalQueue, OfflinePool
@@ -77,12 +76,10 @@ class WaitingQueue:
         """What the operator allows."""
         self.kv: KvManager | None = None
         """Notified of new and of waiting requests."""
-        self.isolated: IsolatedWatch | None = None
-        """Notified of new requests."""
         self.account = account or Account(cold_start_s)
-        self.decisions: DecisionLog | None = None
-        """Notified of aborted requests."""
         self._guard = guard or Guard(is_strict=True)
+        self.features = Features(self._guard)
+        """Hear of new and of aborted requests."""
         self._intake = intake or Intake()
         self._all: ArrivalQueue[TrackedRequest] = ArrivalQueue()
         self._rids: SortedList[str] = SortedList()
@@ -160,9 +157,7 @@ class WaitingQueue:
             if self.kv is not None:
                 with self._guard.watching("kv"):
                     self.kv.arrived(tracked, now_s)
-            if self.isolated is not None:
-                with self._guard.watching("isolated"):
-                    self.isolated.arrived(tracked)
+            self.features.tell(Feature.on_arrival, tracked)
         return tracked
 
     def remove_rid(self, rid: str) -> TrackedRequest:
@@ -191,8 +186,7 @@ class WaitingQueue:
         """Take out a request that will not run. KeyError when it does not wait."""
         tracked = self._take(rid)
         self.aborted[tracked.request_class] += 1
-        if self.decisions is not None:
-            self.decisions.aborted(rid)
+        self.features.tell(Feature.on_aborted, tracked)
         if tracked.request_class is RequestClass.ONLINE:
             self.online.abort(rid)
         else:

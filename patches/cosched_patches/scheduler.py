@@ -22,6 +22,7 @@ from cosched.core.request import RequestClass
 from cosched.core.wire import PARAMS_KEY, SERVER_KEY, class_of_priority
 from cosched.engine.attach import attach
 from cosched.engine.checks import check_received, scope_of
+from cosched.engine.features.storage_reads import StorageReads
 from cosched.engine.guard import note_or_raise
 from cosched.engine.kv import with_tree_core
 from cosched.engine.offline_gate import is_for_gate
@@ -33,7 +34,6 @@ from cosched.engine.port.penalties import count_outputs
 from cosched.engine.port.read_once import launching
 from cosched.engine.read_state import offline_progress, state_of
 from cosched.engine.support import check_arguments, chooses_evictions
-from cosched.engine.tracked import TrackedRequest
 from cosched.engine.waiting import WaitingQueue, online_requests
 from cosched.errors import ConfigError, RequestError
 from cosched_patches.seam import Seam, after, around, before
@@ -161,11 +161,12 @@ def limit_online_queue(original: Any, scheduler: Any, recv_req: Any) -> bool:
 
 def read_when_next(original: Any, scheduler: Any, req: Any, storage_hit_end: Any = None) -> Any:
     """A storage of KV below host memory is asked about offline requests when they are next
-    (`cosched.engine.storage`). Stock asks about each request that comes: about 100,000 lines of a
+    (`StorageReads`). Stock asks about each request that comes: about 100,000 lines of a
     batch, of which most will run hours later."""
-    if _controller(scheduler) is not None and _is_offline(req):
-        tracked = TrackedRequest.of(req)
-        if tracked is None or not tracked.is_read:
+    controller = _controller(scheduler)
+    if controller is not None and _is_offline(req):
+        reads = controller.features.get(StorageReads)
+        if reads is None or req not in reads.asked:
             return None
     return original(scheduler, req, storage_hit_end)
 

@@ -11,6 +11,7 @@ from cosched.config import Config, parse_config
 from cosched.core.plan import Plan, Preemption, SkipReason
 from cosched.engine import decisions, observe
 from cosched.engine.decision_log.read import read_log
+from cosched.engine.features.log_decisions import LogDecisions
 from cosched.engine.parts import NUM_PARTS, parts_of
 from cosched.engine.read_state import state_of
 from cosched.errors import ConfigError
@@ -295,7 +296,7 @@ def test_a_full_disk_switches_the_log_off_with_one_warning(make_engine, log):
 def test_a_log_whose_disk_is_full_halfway_keeps_what_it_has(make_engine, tmp_path):
     path = tmp_path / "log"
     engine = make_engine(policy="hygen", overlap=True, config={"decision_log": str(path)})
-    log = engine.scheduler.cosched.decisions
+    log = engine.scheduler.cosched.features.get(LogDecisions).log
 
     def fail_later(iteration):
         if iteration == 10:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 
 import cosched.bootstrap  # noqa: F401  # before sglang
+from cosched.engine.feature import Feature
 from cosched.engine.read_state import offline_progress, state_of
 from tests.engine.conftest import assert_drained, prompt, use_stepping_clock, without_model
 
@@ -18,15 +18,16 @@ def export(make_engine):
     """`export(**engine)` -> (engine, `value(name, **labels)`)."""
     from prometheus_client import CollectorRegistry
 
-    from cosched.engine.exporter import MetricsExporter
+    from cosched.engine.features.exporter import MetricsExporter
 
     def start(**options):
         engine = make_engine(**options)
         registry = CollectorRegistry()
         controller = engine.scheduler.cosched
-        controller.export_to(
-            MetricsExporter(partial(state_of, controller), {"tp_rank": "0"}, registry=registry)
-        )
+        state = partial(state_of, controller)
+        exporter = MetricsExporter(state, {"tp_rank": "0"}, registry=registry)
+        controller.service.listener = exporter
+        controller.features.add(exporter)
 
         def value(name, **labels):
             return registry.get_sample_value(f"cosched:{name}", {"tp_rank": "0", **labels})
@@ -348,12 +349,14 @@ def test_no_plan_waits_for_metrics(make_engine, monkeypatch):
         done.append("planned")
         return made
 
-    def show(*, is_idle):
-        done.append("show")
+    class Shows(Feature):
+        place = "shows"
+
+        def on_report(self, *, is_idle):
+            done.append("show")
 
     monkeypatch.setattr(controller, "plan", planned)
-    exporter = SimpleNamespace(planned=lambda planning_s: None, show=show)
-    monkeypatch.setattr(controller, "exporter", exporter)
+    controller.features.add(Shows())
     engine.submit("r", prompt(1, 50), max_new_tokens=20)
     engine.run_until_idle(max_iterations=200)
     assert done.count("show") >= 15

@@ -11,7 +11,7 @@ import cosched.bootstrap  # noqa: F401  # before SGLang
 from cosched.core.plan import Plan
 from cosched.engine import kv
 from cosched.engine.kv import KvManager
-from cosched.engine.view_of import num_cached
+from cosched.engine.tracked import num_cached
 from cosched.memory.config import KvConfig
 from tests.engine.conftest import OFFLINE, prompt, view_now, watch_plans
 from tests.engine.test_offline_gate import send_limits

@@ -26,11 +26,11 @@ plans = [
     EMPTY_PLAN,
 ]
 evictions = [None, [], [Eviction(3, True)], None, [Eviction(n, False) for n in range(5000)], None]
-reads = [(), ("a", "b"), (), (), (long,), ()]
-for plan, gone, read in zip(plans, evictions, reads, strict=True):
-    shared = ranks.share(Shared(plan.to_json(), gone, read) if rank == 0 else None)
+more = [{}, {"storage": ["a", "b"]}, {}, {}, {"storage": [long]}, {}]
+for plan, gone, given_too in zip(plans, evictions, more, strict=True):
+    shared = ranks.share(Shared(plan.to_json(), gone, given_too) if rank == 0 else None)
     given = Plan.from_json(shared.plan)
-    assert tuple(shared.reads) == read, (rank, shared.reads)
+    assert shared.features == given_too, (rank, shared.features)
     assert given == plan, (rank, given)
     assert shared.evictions == gone, (rank, shared.evictions)
     assert list(given.prefill) == list(plan.prefill)

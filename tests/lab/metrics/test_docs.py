@@ -11,7 +11,7 @@ import pytest
 import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.batch.prometheus import METRICS as OF_BATCHES
 from cosched.batch.prometheus import Kind
-from cosched.engine.exporter import METRICS
+from cosched.engine.features.exporter import METRICS
 from cosched.lab.metrics.iterations import KvShare
 from cosched.lab.metrics.slo import Attainment
 from cosched.lab.metrics.stats import Distribution

@@ -10,9 +10,8 @@ from cosched.core.batch import BatchTotals
 from cosched.core.caps import EngineCaps
 from cosched.core.request import RequestClass
 from cosched.engine import attach
-from cosched.engine.isolated import IsolatedWatch
+from cosched.engine.features.isolated_watch import IsolatedWatch
 from cosched.lab.simulation import run
-from cosched.lab.simulation.machine import Machine
 from cosched.lab.simulation.run import config_of, execute
 from cosched.lab.simulation.run_spec import WorkloadSpec
 from cosched.lab.simulation.setting import setting_of
@@ -146,7 +145,7 @@ def test_a_promise_waits_for_times_of_decodes_alone_and_a_figure_does_not(share)
     )
     chat = SimpleNamespace(request_class=RequestClass.ONLINE, rid="a", arrival_s=0.0)
     chat.num_prompt_tokens, chat.num_output_tokens = 10, 0
-    watch.arrived(chat)
+    watch.on_arrival(chat)
     watch.advance(0.05)
     assert bool(asked) == (share is None)
 

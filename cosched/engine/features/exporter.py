@@ -11,12 +11,17 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 from cosched.batch.prometheus import Kind, Metric
 from cosched.core.request import LateReason, RequestClass
+from cosched.core.view import View
+from cosched.engine import port
+from cosched.engine.controller import Controller
+from cosched.engine.feature import Feature
 from cosched.engine.iteration import Iteration
+from cosched.engine.read_state import state_of
 from cosched.engine.service import TARGETS
 from cosched.engine.state import ReplicaState
 from cosched.predict.account import key_of
@@ -192,9 +197,20 @@ _TABLE = (
 METRICS = tuple(row.metric for row in _TABLE)
 
 
-class MetricsExporter:
+class MetricsExporter(Feature):
     """Counts as things happen, and shows the state once in `REFRESH_S` and when the scheduler
     becomes idle. Implements `cosched.engine.service.ServiceListener`."""
+
+    place = "metrics"
+
+    @classmethod
+    def of(cls, controller: Controller) -> MetricsExporter | None:
+        labels = port.metric_labels(controller.scheduler)
+        if labels is None or port.parallel().stage != 0:
+            return None
+        exporter = cls(partial(state_of, controller), labels)
+        controller.service.listener = exporter
+        return exporter
 
     def __init__(
         self,
@@ -234,19 +250,15 @@ class MetricsExporter:
         metric = self._metrics[name]
         return metric.labels(**labels) if labels else metric
 
-    def planned(self, planning_s: float) -> None:
-        """A plan was made."""
-        self._of("planning_seconds").observe(planning_s)
+    def on_plan(self, iteration: Iteration, view: View) -> None:
+        self._of("planning_seconds").observe(iteration.planning_s or 0.0)
 
-    def show(self, *, is_idle: bool) -> None:
-        """The tokens of an iteration are known, and the next one runs; or there is nothing to plan,
-        repeatedly while that is so."""
+    def on_report(self, *, is_idle: bool) -> None:
         if (is_idle and not self._is_idle) or time.monotonic() >= self._refresh_at_s:
             self._refresh()
         self._is_idle = is_idle
 
-    def measured(self, iteration: Iteration) -> None:
-        """An iteration has ended."""
+    def on_result(self, iteration: Iteration, batch: Any) -> None:
         predicted_s, seconds = iteration.predicted_s, iteration.seconds
         if predicted_s is None or seconds <= 0:
             return

@@ -4,6 +4,8 @@ them, and for tolerance mode (`cosched.predict`)."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -12,7 +14,8 @@ from cosched.core.caps import EngineCaps
 from cosched.core.request import RequestClass
 from cosched.core.view import ToleranceHeadroom, TpotHeadroom
 from cosched.engine import port
-from cosched.engine.tracked import TrackedRequest
+from cosched.engine.feature import Feature
+from cosched.engine.tracked import TrackedRequest, num_cached
 from cosched.predict.calibration import Calibrator
 from cosched.predict.isolated import MOST_FOLLOWED, IsolatedBaseline
 from cosched.predict.tolerance import LatencyComparison, Promise, ToleranceConfig
@@ -53,9 +56,28 @@ class IsolatedState(msgspec.Struct, frozen=True, kw_only=True):
     num_forgotten: int
 
 
-class IsolatedWatch:
+class IsolatedWatch(Feature):
     """Follows one scheduler. Predictions without their margin: what is careful elsewhere would be
     generous here."""
+
+    place = "isolated"
+
+    @classmethod
+    def of(cls, controller: Any) -> IsolatedWatch | None:
+        caps, config, scheduler = controller.caps, controller.config, controller.scheduler
+        if controller.timekeeper is None or not controller.is_timed:
+            return None
+        if config.tolerance is None and not _has_baseline(caps):
+            return None
+        overlaps = port.overlaps(scheduler)
+        return cls(
+            config.tolerance or ToleranceConfig(),
+            caps=caps,
+            overlaps=overlaps,
+            plans_ahead=overlaps and controller.last_moment is None,
+            predictor=controller.predictor,
+            num_cached=partial(num_cached, scheduler.tree_cache),
+        )
 
     def __init__(
         self,
@@ -83,12 +105,15 @@ class IsolatedWatch:
         self._num_cached = num_cached
         self._num_tokens = 200.0
         """Of a reply, in the mean; newer ones count more."""
+        self._now_s = 0.0
+        """When the latest plan was made."""
         self._followed: dict[str, TrackedRequest] = {}
         self._achieved: dict[str, tuple[float, float | None]] = {}
         """TTFT and TPOT of those that have ended here and not alone."""
 
-    def arrived(self, tracked: TrackedRequest) -> None:
-        """A request has come; offline ones are not followed."""
+    def on_arrival(self, request: Any) -> None:
+        """Offline requests are not followed."""
+        tracked: TrackedRequest = request
         if tracked.request_class is not RequestClass.ONLINE or not self._can_predict:
             return
         if len(self._followed) >= MOST_FOLLOWED:
@@ -101,8 +126,8 @@ class IsolatedWatch:
             num_cached=self._num_cached(tracked),
         )
 
-    def ended(self, tracked: TrackedRequest) -> None:
-        """A request has ended."""
+    def on_finished(self, request: Any) -> None:
+        tracked: TrackedRequest = request
         if tracked.rid not in self._followed:
             return
         del self._followed[tracked.rid]
@@ -117,6 +142,16 @@ class IsolatedWatch:
             self._achieved.clear()
         self._achieved[tracked.rid] = first_s - tracked.arrival_s, tpot_s
         self._baseline.ended(tracked.rid, num_output)
+
+    def on_look(self, now_s: float) -> None:
+        """A promise is kept by the plan that is due; else plans do not wait for this."""
+        self._now_s = now_s
+        if self.promises:
+            self.advance(now_s)
+
+    def on_report(self, *, is_idle: bool) -> None:
+        if not self.promises:
+            self.advance(self._now_s)
 
     def advance(self, now_s: float) -> None:
         """All requests that came by then have arrived."""
@@ -189,3 +224,11 @@ def _latency(compared: LatencyComparison) -> LatencyBeside:
         p99_alone_s=alone_s,
         room=None if promise is None else promise.headroom,
     )
+
+
+def _has_baseline(caps: EngineCaps) -> bool:
+    """Whether `cosched.predict.isolated` has the rules by which stock SGLang would serve online
+    requests here: not where ranks or servers share the work, or a decode gives several tokens."""
+    parallel = port.parallel()
+    is_shared = parallel.group_size > 1 or parallel.num_stages > 1 or port.shares_work()
+    return not is_shared and caps.decode_reserve == 1
