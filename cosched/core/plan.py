@@ -114,8 +114,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def to_json(self) -> msgspec.Raw:
         """Without empty fields. The same plan gives the same bytes: mappings keep their order, and
         `paused` is sorted."""
-        paused = cast("frozenset[str]", sorted(self.paused))
-        return msgspec.Raw(_encode(msgspec.structs.replace(self, paused=paused)))
+        plan = self
+        if self.paused:
+            in_order = cast("frozenset[str]", sorted(self.paused))
+            plan = msgspec.structs.replace(self, paused=in_order)
+        return msgspec.Raw(_encode(plan))
 
     @classmethod
     def from_json(cls, data: msgspec.Raw) -> Plan:

@@ -329,7 +329,8 @@ class Controller:
 
     def _after_draining(self, iteration: Iteration, running_batch: Any) -> Iteration:
         """The iteration, now that all results are known, without requests that have ended. It fits:
-        they leave memory. It is planned again where that may spare a running request."""
+        they leave memory. It is planned again where that may spare a running request. The decision
+        log has the plan as it was made."""
         plan = iteration.plan
         num_running = len(running_batch.reqs)
         running_batch.filter_batch()
