@@ -173,7 +173,6 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                        a plan, 0 to 1 (docs/predict.md)
     plan_early         an iteration is planned as soon as the one before it runs, as stock SGLang
                        does, in place of the last moment (docs/architecture.md)
-    iteration_log      file to write the shape and time of every iteration to, one JSON line each
     decision_log       file to write every decision to, for ``python -m cosched.explain``
                        (docs/decision_log.md)
     decision_log_mb    most that its parts take in all [MB]; the oldest part goes first
@@ -208,7 +207,6 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     strict: bool = False
     predictor_error: float = 0.0
     plan_early: bool = False
-    iteration_log: str | None = None
     decision_log: str | None = None
     decision_log_mb: float = 256.0
     max_offline_waiting: int | None = None

@@ -187,7 +187,7 @@ LARGE_CLASSES = {
         "cosched.engine.state.ReplicaState": 46,
     },
     "each feature of the engine keeps what it knows here, not in a place of its own": {
-        "cosched.engine.controller.Controller": 29,
+        "cosched.engine.controller.Controller": 28,
         "cosched.engine.observe.IterationObserver": 20,
         "cosched.engine.tracked.TrackedRequest": 36,
         "cosched.engine.waiting.WaitingQueue": 18,

@@ -316,12 +316,8 @@ def _check_port(flag: str, host: str, port: int) -> None:
 
 def check_files(config: Config) -> None:
     """ConfigError if the server cannot read or write one of its files."""
-    for flag, path in (
-        ("--decision-log", config.decision_log),
-        ("--cosched-iteration-log", config.iteration_log),
-    ):
-        if path is not None:
-            _check_writable(flag, Path(path))
+    if config.decision_log is not None:
+        _check_writable("--decision-log", Path(config.decision_log))
     if config.latency_model is not None:
         try:
             with open(config.latency_model, "rb"):

@@ -22,9 +22,8 @@ from cosched.engine.identity import calibrator_of
 from cosched.engine.kv import KvManager, transfer_s_of
 from cosched.engine.last_moment import Arrivals, LastMoment
 from cosched.engine.lengths import Lengths
-from cosched.engine.observe import IterationLogFile, IterationObserver
+from cosched.engine.observe import IterationObserver
 from cosched.engine.offline_gate import OfflineGate
-from cosched.engine.parts import path_of_replica
 from cosched.engine.port import bidirectional
 from cosched.engine.port.attention import prefills_wait
 from cosched.engine.port.grammar_compilers import take_compilers
@@ -33,7 +32,6 @@ from cosched.engine.ranks import Ranks
 from cosched.engine.running_table import RunningTable
 from cosched.engine.service import ServiceRecord
 from cosched.engine.startup import describe
-from cosched.engine.state import Log
 from cosched.engine.support import chooses_evictions
 from cosched.engine.timekeeper import Timekeeper
 from cosched.engine.tracked import TrackedRequest, num_cached
@@ -74,12 +72,6 @@ def attach(scheduler: Any, config: Config) -> None:
     )
     scheduler.cosched_observer = observer
     scheduler.cosched_faults = RequestFaults(scheduler, guard)
-    logs: dict[str, Log] = {}
-    if config.iteration_log is not None and port.parallel().plans:
-        logs["iteration"] = iteration_log = IterationLogFile(
-            path_of_replica(config.iteration_log, port.parallel().dp_rank)
-        )
-        observer.add_listener(iteration_log)
     entry = policy_entry(config.policy)
     scheduler.cosched_offline = OfflineGate(scheduler, max_waiting=config.max_offline_waiting)
     port.leave_a_page(scheduler)
@@ -94,8 +86,7 @@ def attach(scheduler: Any, config: Config) -> None:
     port.mix_only_decodes(scheduler)
     if port.parallel().plans:
         logger.info("cosched: %s", describe(config, scheduler.server_args))
-    scheduler.cosched = controller = _controller(scheduler, entry, config, observer, guard)
-    controller.logs |= logs
+    scheduler.cosched = _controller(scheduler, entry, config, observer, guard)
 
 
 def _controller(

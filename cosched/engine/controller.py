@@ -40,7 +40,7 @@ from cosched.engine.port.prefixes import RunningPrefixes
 from cosched.engine.ranks import Ranks, Shared
 from cosched.engine.running_table import RunningTable
 from cosched.engine.service import ServiceRecord
-from cosched.engine.state import PLANNING_WINDOW, Counters, Log
+from cosched.engine.state import PLANNING_WINDOW, Counters
 from cosched.engine.timekeeper import Timekeeper
 from cosched.engine.tracked import TrackedRequest
 from cosched.engine.view_of import SchedulerView
@@ -101,7 +101,6 @@ class Controller:
 
     counters: Counters = field(default_factory=Counters)
     planning_times_s: deque[float] = field(default_factory=lambda: deque(maxlen=PLANNING_WINDOW))
-    logs: dict[str, Log] = field(default_factory=dict)
     due: Iteration | None = None
     """Planned, while SGLang builds its batch."""
     must_decode: set[int] = field(default_factory=set)

@@ -16,11 +16,8 @@ it leaves stages idle. In that time the other microbatches have an iteration eac
 
 from __future__ import annotations
 
-import json
-import logging
 from collections import deque
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 from cosched.core.batch import BatchShape
@@ -28,13 +25,9 @@ from cosched.engine import port
 from cosched.engine.clock import Clock, EngineClock
 from cosched.engine.guard import Guard
 from cosched.engine.iteration import Iteration, taken
-from cosched.engine.parts import LineFile, switched_off
 from cosched.engine.port.prefixes import RunningPrefixes, with_repeated
 from cosched.engine.port.read_once import reads_once
-from cosched.errors import ConfigError
 from cosched.predict.account import Account
-
-logger = logging.getLogger(__name__)
 
 
 class IterationObserver:
@@ -250,39 +243,3 @@ class IterationObserver:
             with self._guard.watching("account"):
                 requests = [req.cosched for req in reqs]
                 self.account.charge(requests, iteration.shape, iteration.device_s)
-
-
-class IterationLogFile:
-    """Writes one JSON line per iteration: ``{"start_s", "seconds", "prefills", "decodes"}``.
-
-    A line that cannot be written switches it off for good.
-    """
-
-    def __init__(self, path: Path) -> None:
-        """ConfigError when the file cannot be written."""
-        self._path = path
-        self.is_off = False
-        try:
-            self._file = LineFile(path)
-        except OSError as error:
-            raise ConfigError(f"cannot write the log {str(path)!r}: {error.strerror}") from None
-
-    def __call__(self, iteration: Iteration) -> None:
-        if self.is_off:
-            return
-        entry = {
-            "start_s": round(iteration.start_s, 6),
-            "seconds": round(iteration.seconds, 7),
-            "prefills": _pairs(iteration.shape.prefills),
-            "decodes": list(iteration.shape.decodes),
-        }
-        try:
-            self._file.write(json.dumps(entry, separators=(",", ":")).encode())
-        except OSError as error:
-            self.is_off = True
-            self._file.close()
-            logger.warning("cosched: %s", switched_off("iteration log", self._path, error))
-
-
-def _pairs(prefills: Sequence[tuple[int, int]]) -> list[list[int]]:
-    return [list(prefill) for prefill in prefills]

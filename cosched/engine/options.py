@@ -83,7 +83,6 @@ class ServeOptions:
     decision_log: Annotated[File, Parameter(name=("--cosched-decision-log", "--decision-log"))] = (
         None
     )
-    iteration_log: Annotated[File, Parameter(name="--cosched-iteration-log")] = None
     cosched_no_mixed_chunk: bool = False
     """do not add --enable-mixed-chunk: prefill and decode then take turns, as they do with the
     attention backend triton anyway"""

@@ -131,8 +131,3 @@ def _rotated(path: Path) -> list[Path]:
     pattern = re.compile(re.escape(path.name) + r"-\d{6}")
     beside = path.parent.iterdir() if path.parent.is_dir() else ()
     return sorted(other for other in beside if pattern.fullmatch(other.name))
-
-
-def path_of_replica(path: str, dp_rank: int | None) -> Path:
-    """One file per replica: with data parallelism the replica's number is appended."""
-    return Path(path if dp_rank is None else f"{path}.{dp_rank}")

@@ -12,6 +12,7 @@ from cosched.engine import port
 from cosched.engine.chat_load import ChatState
 from cosched.engine.controller import Controller
 from cosched.engine.features.isolated_watch import IsolatedWatch
+from cosched.engine.features.log_decisions import LogDecisions
 from cosched.engine.features.offline_work import OfflineWork
 from cosched.engine.state import OfflineProgress, PlanningTimes, ReplicaState, TierState
 from cosched.engine.tracked import TrackedRequest
@@ -36,6 +37,7 @@ def state_of(controller: Controller) -> ReplicaState:
     cancelled = controller.service.cancelled + controller.waiting.cancelled
     alone = controller.features.get(IsolatedWatch)
     work = controller.features.get(OfflineWork)
+    decisions = controller.features.get(LogDecisions)
     return ReplicaState(
         policy=controller.config.policy,
         num_waiting_online=len(controller.waiting.online),
@@ -97,7 +99,7 @@ def state_of(controller: Controller) -> ReplicaState:
         alone=None if alone is None else alone.state(),
         chat=chat_state(controller),
         tiers=_tiers(controller, running),
-        logs_off=tuple(name for name, log in controller.logs.items() if log.is_off),
+        logs_off=("decision",) if decisions is not None and decisions.log.is_off else (),
     )
 
 

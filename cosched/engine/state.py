@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -46,15 +46,6 @@ class Counters:
                 self.offline_prefill_tokens += num_tokens
             else:
                 self.online_prefill_tokens += num_tokens
-
-
-class Log(Protocol):
-    """A file that lines are written to."""
-
-    @property
-    def is_off(self) -> bool:
-        """A line could not be written; nothing is written until the next start."""
-        ...
 
 
 class PlanningTimes(msgspec.Struct, kw_only=True, frozen=True):

@@ -241,15 +241,14 @@ class TestEarlyChecks:
 
     def test_files_are_checked_and_left_as_they_are(self, tmp_path):
         (tmp_path / "old").write_text("kept")
-        logs = {"decision_log": str(tmp_path / "new"), "iteration_log": str(tmp_path / "old")}
-        engine_side.check_files(Config(**logs))
+        for name in ("new", "old"):
+            engine_side.check_files(Config(decision_log=str(tmp_path / name)))
         assert [path.name for path in tmp_path.iterdir()] == ["old"]
         assert (tmp_path / "old").read_text() == "kept"
         absent = str(tmp_path / "absent" / "log")
         for config, message in (
             (Config(decision_log=absent), "cannot write --decision-log '.*': No such file or"),
             (Config(decision_log=str(tmp_path)), "cannot write --decision-log .*: Is a directory"),
-            (Config(iteration_log=str(tmp_path)), "cannot write --cosched-iteration-log .*: Is a"),
             (Config(latency_model="absent"), "cannot read --latency-model 'absent': No such file"),
         ):
             with pytest.raises(ConfigError, match=message):

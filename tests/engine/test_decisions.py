@@ -9,7 +9,7 @@ from sglang.srt.managers.io_struct import AbortReq
 
 from cosched.config import Config, parse_config
 from cosched.core.plan import Plan, Preemption, SkipReason
-from cosched.engine import decisions, observe
+from cosched.engine import decisions
 from cosched.engine.decision_log.read import read_log
 from cosched.engine.features.log_decisions import LogDecisions
 from cosched.engine.parts import NUM_PARTS, parts_of
@@ -271,26 +271,21 @@ def test_a_waiting_request_that_is_aborted_is_written(make_engine, tmp_path):
     assert {rid for d in decisions for rid in d.finished} == {"r0", "r1", "r2", "r3"}
 
 
-@pytest.mark.parametrize("log", ["iteration_log", "decision_log"])
-def test_a_full_disk_switches_the_log_off_with_one_warning(make_engine, log):
+def test_a_full_disk_switches_the_log_off_with_one_warning(make_engine):
     # SGLang replaces logging's handlers.
-    with (
-        mock.patch.object(decisions.logger, "warning") as of_decisions,
-        mock.patch.object(observe.logger, "warning") as of_iterations,
-    ):
-        engine = make_engine(policy="hygen", overlap=True, config={log: "/dev/full"})
+    with mock.patch.object(decisions.logger, "warning") as warning:
+        engine = make_engine(policy="hygen", overlap=True, config={"decision_log": "/dev/full"})
         for i in range(4):
             engine.submit(f"r{i}", prompt(i, 50), max_new_tokens=20, priority=-i)
         engine.run_until_idle(max_iterations=500)
     assert all(len(engine.replies[f"r{i}"].output_ids) == 20 for i in range(4))
     assert_drained(engine)
-    calls = [*of_decisions.call_args_list, *of_iterations.call_args_list]
-    assert [call.args[0] % call.args[1:] for call in calls] == [
-        f"cosched: the {log.replace('_', ' ')} '/dev/full' is switched off until the next start: "
+    assert [call.args[0] % call.args[1:] for call in warning.call_args_list] == [
+        "cosched: the decision log '/dev/full' is switched off until the next start: "
         "No space left on device"
     ]
     state = state_of(engine.scheduler.cosched)
-    assert state.logs_off == (log.removesuffix("_log"),)
+    assert state.logs_off == ("decision",)
 
 
 def test_a_log_whose_disk_is_full_halfway_keeps_what_it_has(make_engine, tmp_path):

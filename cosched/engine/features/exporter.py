@@ -29,7 +29,7 @@ from cosched.predict.account import key_of
 REFRESH_S = 1.0
 """Host time between two refreshes from the state [s]."""
 
-LOGS = ("decision", "iteration")
+LOGS = ("decision",)
 
 _PLANNING_S = (1e-4, 2e-4, 3e-4, 5e-4, 7.5e-4, 1e-3, 1.5e-3, 2e-3, 3e-3, 5e-3, 1e-2, 0.1)
 _ERROR = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)

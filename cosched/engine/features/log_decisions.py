@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from cosched.core.view import View
@@ -10,11 +11,11 @@ from cosched.engine import port
 from cosched.engine.decisions import DecisionLog
 from cosched.engine.feature import Feature
 from cosched.engine.iteration import Iteration
-from cosched.engine.parts import path_of_replica
 
 
 class LogDecisions(Feature):
-    """It ends where it fails: no line may be missing."""
+    """It ends where it fails: no line may be missing. With data parallelism the replica's number is
+    appended to the file's name."""
 
     place = "decision_log"
     ends = True
@@ -27,13 +28,14 @@ class LogDecisions(Feature):
         config = controller.config
         if config.decision_log is None or not port.parallel().plans:
             return None
+        dp_rank = port.parallel().dp_rank
+        path = config.decision_log if dp_rank is None else f"{config.decision_log}.{dp_rank}"
         log = DecisionLog(
-            path_of_replica(config.decision_log, port.parallel().dp_rank),
+            Path(path),
             policy=config.policy,
             versions={name: version(name) for name in ("cosched", "sglang")},
             max_bytes=int(config.decision_log_mb * 1e6),
         )
-        controller.logs["decision"] = log
         return cls(log)
 
     def on_plan(self, iteration: Iteration, view: View) -> None:
