@@ -93,14 +93,15 @@ def _preempt_also(controller, share, seed):
     chosen = random.Random(seed)
     original = controller._plan
 
-    def plan(running_batch, is_again):
-        made = original(running_batch, is_again)
+    def plan(running_batch, look, instead):
+        iteration = original(running_batch, look, instead)
+        made = iteration.plan
         gone = {p.rid for p in made.preempt} | made.paused
         able = [r.rid for r in running_batch.reqs if r.rid not in gone and not r.finished()]
-        if is_again or not able or chosen.random() > share:
-            return made
-        more = Preemption(rid=chosen.choice(able))
-        return replace(made, preempt=(*made.preempt, more))
+        if instead is None and able and chosen.random() <= share:
+            more = Preemption(rid=chosen.choice(able))
+            iteration.plan = replace(made, preempt=(*made.preempt, more))
+        return iteration
 
     controller._plan = plan
 
