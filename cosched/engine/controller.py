@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -54,12 +54,8 @@ from cosched.schedule.base import Policy
 MAX_BACKOFF_PLANS = 64
 """Plans for which a request backs off that the engine refuses again and again."""
 
-
-class _Look(NamedTuple):
-    """What a plan is made from."""
-
-    view: SchedulerView
-    before: Before
+_Look = tuple[SchedulerView, Before]
+"""What a plan is made from."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -137,7 +133,7 @@ class Controller:
         if self.group is not None:
             if not is_idle and self.timekeeper is not None:
                 look = self._look(running_batch)
-            view = None if look is None else look.view
+            view = None if look is None else look[0]
             self.group.agree(self.policy, view, self.observer.newest)
         if is_idle:
             self.idle()
@@ -254,7 +250,8 @@ class Controller:
         if self.timekeeper is not None:
             with port.pinning_chunk(self.scheduler):
                 iteration = self._plan(running_batch, look, instead)
-            given = self.features.to_share()
+            if self.features.sharing:
+                given = self.features.to_share()
         if self.ranks is not None:
             own = None
             if iteration is not None:
@@ -266,7 +263,8 @@ class Controller:
                 iteration = Iteration(plan=Plan.from_json(shared.plan))
             if self.kv is not None:
                 self.kv.give(shared.evictions)
-        self.features.shared(given)
+        if self.features.sharing:
+            self.features.shared(given)
         assert iteration is not None, "this rank plans, or another sends its plan"
         return iteration
 
@@ -305,7 +303,7 @@ class Controller:
             with self.guard.watching("kv"):
                 self.kv.advance(moment.now_s, self.predictor, own=view.own)
         self.predictor.error = error_factor(self.config.predictor_error, self.counters.num_plans)
-        return _Look(view, before)
+        return view, before
 
     def view(self, running_batch: Any, moment: Moment) -> SchedulerView:
         """What a plan made now would see."""

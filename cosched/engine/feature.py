@@ -7,7 +7,7 @@ something else reads it (`Features.get`). What it knows of a request it keeps it
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, Concatenate, ParamSpec, Self, TypeVar, cast
+from typing import Any, ClassVar, Concatenate, ParamSpec, Self, TypeVar
 
 from cosched.core.view import View
 from cosched.engine.guard import Guard
@@ -69,7 +69,6 @@ class Feature:
 
 
 _HOOKS = tuple(name for name in vars(Feature) if name.startswith("on_"))
-_GIVEN = Feature.on_shared.__name__
 
 
 class Features:
@@ -79,6 +78,8 @@ class Features:
         self._guard = guard
         self._features: dict[type[Feature], Feature] = {}
         self._hearing: dict[str, list[Feature]] = {name: [] for name in _HOOKS}
+        self.sharing = self._hearing[Feature.on_shared.__name__]
+        """Those that send something with a plan."""
 
     def add(self, feature: Feature) -> None:
         """After those that are there already."""
@@ -89,16 +90,16 @@ class Features:
 
     def get(self, kind: type[F]) -> F | None:
         """None: it is not wanted here."""
-        return cast("F | None", self._features.get(kind))
+        return self._features.get(kind)  # type: ignore[return-value]  # the kind is its key
 
     def __iter__(self) -> Iterator[Feature]:
         return iter(self._features.values())
 
     def to_share(self) -> dict[str, Any]:
-        return {feature.place: feature.to_share() for feature in self._hearing[_GIVEN]}
+        return {feature.place: feature.to_share() for feature in self.sharing}
 
     def shared(self, given: dict[str, Any]) -> None:
-        for feature in self._hearing[_GIVEN]:
+        for feature in self.sharing:
             feature.on_shared(given[feature.place])
 
     def tell(

@@ -101,6 +101,8 @@ class IsolatedWatch(Feature):
             num_output=lambda rid: self._followed[rid].num_output_tokens,
         )
         self._ttft, self._tpot = map(_comparison, (config.ttft, config.tpot))
+        self.promises = isinstance(self._ttft, Promise) or isinstance(self._tpot, Promise)
+        """Plans keep a tolerance; else this is for people and metrics only."""
         self._predictor = predictor
         self._num_cached = num_cached
         self._num_tokens = 200.0
@@ -170,11 +172,6 @@ class IsolatedWatch(Feature):
         """A promise waits until decodes without a prefill have been measured too; beside a batch
         there may be none for long, and then people see what is estimated of them."""
         return self._predictor.is_known if self.promises else self._predictor.knows_prefills
-
-    @property
-    def promises(self) -> bool:
-        """Plans keep a tolerance; else this is for people and metrics only."""
-        return isinstance(self._ttft, Promise) or isinstance(self._tpot, Promise)
 
     def _predict_s(self, totals: BatchTotals) -> float:
         return self._predictor.estimate_s(totals) * self._predictor.error
