@@ -51,9 +51,9 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     ),
     "batch": ("cosched.batch.jsonl.command", "Run a file of requests as offline work."),
     "ray": ("cosched.ray_data", "Run a data set of requests on many replicas, with Ray Data."),
-    "demo": (
-        "cosched.lab.demo",
-        "Measure and draw, on a small model, what offline work costs online requests.",
+    "trial": (
+        "cosched.lab.trial",
+        "Try it on your machine and model, beside stock SGLang, in ten minutes.",
     ),
     "simulate": ("cosched.lab.simulate", "Run the scheduler on a simulated GPU."),
     "bench": ("cosched.lab.bench", "Compare policies and stock scheduling."),

@@ -2,14 +2,13 @@
 
 `suite` runs an experiment in virtual time: a file with a grid of scenarios, settings and seeds
 (`cosched.lab.suite`), and writes its page of results. `check` repeats the cheap rows of such a page
-and names those that no longer hold. `run` compares settings on one workload, `live` measures a
-running server. Every command prints a table and, as its last line, one JSON object.
+and names those that no longer hold. `run` compares settings on one workload. Every command prints a
+table and, as its last line, one JSON object. `cosched trial` measures live servers.
 
     cosched bench suite quick
     cosched bench suite yardstick --scenarios 'h100-8b/*' --data-dir DIR --write yardstick.md
     cosched bench check quick
     cosched bench run --settings s0,hygen,cosched --online azure-like --offline documents
-    cosched bench live --base-url http://127.0.0.1:30000 --online azure-like ...
 
 How long it takes: docs/simulation.md.
 """
@@ -25,7 +24,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
-from rich.progress import Progress
 
 from cosched.cli import (
     Count,
@@ -34,26 +32,19 @@ from cosched.cli import (
     NewFile,
     NewFolder,
     OldFile,
-    Positive,
     new_app,
     run,
-    run_async,
     whole,
 )
 from cosched.errors import ConfigError, CoschedError
 from cosched.files import write_whole
-from cosched.lab.benchmark.live import VOCAB_SIZE, LiveTarget, measure_live, print_live
 from cosched.lab.benchmark.progress import progress_of_runs
 from cosched.lab.metrics.figure import check_can_draw
-from cosched.lab.metrics.plots import Run as Drawn
-from cosched.lab.metrics.plots import write_run_plots
-from cosched.lab.metrics.records import write_records
 from cosched.lab.metrics.stats import MOST_VALUES
 from cosched.lab.page import Key, Page, cells_of, chosen_cell, plot_results, read_page, stale_cells
 from cosched.lab.simulation.options import DataDir, RunOptions, data_dir_of, run_spec_of
-from cosched.lab.simulation.requests import load_requests
 from cosched.lab.simulation.run import RunResult
-from cosched.lab.simulation.setting import SETTINGS, OfflineClient, setting_of
+from cosched.lab.simulation.setting import SETTINGS, setting_of
 from cosched.lab.simulation.store import ResultStore
 from cosched.lab.suite import Outcome, Row, num_runs, rows_of, run_rows
 from cosched.lab.suite_file import (
@@ -65,8 +56,6 @@ from cosched.lab.suite_file import (
 )
 from cosched.memory.config import EVICTION_ORDERS
 from cosched.versions import versions
-from cosched_traces.transform import rescale_lengths, rescale_think_times
-from cosched_traces.workload import TraceRequest, Workload
 
 RUN_COLUMNS = (
     *("both met %", "TTFT p50 s", "TTFT p99 s", "TPOT p50 ms", "TPOT p99 ms", "job done s"),
@@ -330,88 +319,3 @@ class Run(_Simulations):
                 }
             }
         )
-
-
-@app.command
-@dataclass(kw_only=True)
-class Live(JsonOption):
-    """Measure one scenario on a running server: stock SGLang, cosched, vLLM.
-
-    Online requests arrive open-loop at their times, offline requests as --offline-client says. A
-    session turn is sent when the reply before it has arrived and its think time is over; its prompt
-    contains that reply. The server's own policy schedules; name it with --scenario for the table.
-    """
-
-    base_url: Annotated[str, Parameter(metavar="URL")]
-    """the server"""
-    served_model: Annotated[str, Parameter(metavar="NAME")] = "default"
-    """name of its model"""
-    api_key: Annotated[str | None, Parameter(metavar="KEY")] = None
-    """its key"""
-    scenario: Annotated[str, Parameter(metavar="NAME")] = "live"
-    """row of the table"""
-    vocab_size: Annotated[int, whole(20)] = VOCAB_SIZE
-    """prompts made of token ids stay below it"""
-    offline_client: Annotated[str, Parameter(choices=[one.value for one in OfflineClient])] = "cap"
-    """cap: a fixed number of offline requests in flight; aimd: a gateway that halves or raises that
-    number by the online requests that miss a target; all: all at once, or in waves"""
-    concurrency: Count = 64
-    """offline requests in flight, with aimd at most"""
-    no_priority: bool = False
-    """do not send `priority`, for servers that refuse it"""
-    length_scale: Positive = 1.0
-    """multiply all prompts and outputs, for small models"""
-    think_scale: Positive = 1.0
-    """multiply the times between the turns of a session"""
-    records: NewFile | None = None
-    """write one JSON line per request"""
-    plot: NewFolder | None = None
-    """write plots to this folder"""
-    run: Annotated[RunOptions, Parameter(name="*")] = field(default_factory=RunOptions)
-
-    def __call__(self) -> int:
-        if self.plot is not None:
-            check_can_draw()
-        setting = replace(
-            setting_of("s1"), name=self.scenario, client=OfflineClient(self.offline_client)
-        )
-        spec = replace(
-            run_spec_of(self.run, setting), cap=self.concurrency, max_concurrency=self.concurrency
-        )
-        target = LiveTarget(
-            base_url=self.base_url,
-            model=self.served_model,
-            vocab_size=self.vocab_size,
-            send_priority=not self.no_priority,
-            api_key=self.api_key,
-        )
-        online, offline = (self._scaled(requests) for requests in load_requests(spec))
-        with Progress(disable=not sys.stderr.isatty()) as bar:
-            task = bar.add_task(self.scenario, total=spec.end_s)
-            result = run_async(
-                measure_live(
-                    target,
-                    spec,
-                    online,
-                    offline,
-                    on_progress=lambda progress: bar.update(task, completed=progress.now_s),
-                )
-            )
-        print_live([result])
-        self.save(self.records, lambda path: write_records(result.records, path))
-        self.save(
-            self.plot,
-            lambda folder: write_run_plots(
-                folder,
-                Drawn(records=result.records, window=result.summary.window, default_slo=spec.slo),
-            ),
-        )
-        row = {**result.to_row(), "base_url": self.base_url}
-        return self.finish({"scenarios": {self.scenario: row}})
-
-    def _scaled(self, requests: Sequence[TraceRequest]) -> Sequence[TraceRequest]:
-        workload = Workload(name="live", requests=tuple(requests))
-        if self.length_scale != 1:
-            scale = self.length_scale
-            workload = rescale_lengths(workload, prompt=scale, output=scale)
-        return rescale_think_times(workload, self.think_scale).requests

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 import sys
-import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -33,7 +32,6 @@ from cosched.config import Config
 from cosched.core.request import RequestClass, Slo
 from cosched.errors import ConfigError
 from cosched.lab.benchmark.progress import virtual_time_bar
-from cosched.lab.simulation.arrivals import VOCAB_SIZE
 from cosched.lab.simulation.options import (
     DataDir,
     MachineAndPolicy,
@@ -47,13 +45,9 @@ from cosched.lab.simulation.run import RunResult, execute_requests
 from cosched.lab.simulation.run_spec import DEFAULT_SLO, RunSpec
 from cosched.lab.simulation.setting import OfflineClient, Setting
 from cosched_traces.catalogue import load_workload
-from cosched_traces.mmlu import BYTES_PER_TOKEN
-from cosched_traces.openai_batch import read_openai_batch
+from cosched_traces.openai_batch import estimated_tokens, read_openai_batch
 from cosched_traces.transform import slice_time
 from cosched_traces.workload import TraceRequest, Workload
-
-_FIRST_ID = 10
-"""Smaller ids are special tokens of a vocabulary."""
 
 app = new_app("estimate", __doc__)
 main = partial(run, "estimate")
@@ -213,7 +207,7 @@ def read_lines(path: Path, *, reply_tokens: int | None = None) -> list[TraceRequ
 
     reply_tokens  length of each reply, if its limit allows it [tokens]
     """
-    workload = read_openai_batch(path, _tokens, default_max_tokens=reply_tokens or 256)
+    workload = read_openai_batch(path, estimated_tokens, default_max_tokens=reply_tokens or 256)
     requests = sorted(workload.requests, key=lambda request: tuple(request.token_ids))
     if not requests:
         raise ConfigError(f"{path}: the file has no lines")
@@ -222,15 +216,6 @@ def read_lines(path: Path, *, reply_tokens: int | None = None) -> list[TraceRequ
     return [
         replace(request, num_output_tokens=min(reply_tokens, request.num_output_tokens))
         for request in requests
-    ]
-
-
-def _tokens(text: str) -> list[int]:
-    """A token for each `BYTES_PER_TOKEN` bytes; equal texts begin with equal tokens."""
-    data = text.encode()
-    return [
-        _FIRST_ID + zlib.crc32(data[at : at + BYTES_PER_TOKEN]) % (VOCAB_SIZE - _FIRST_ID)
-        for at in range(0, len(data), BYTES_PER_TOKEN)
     ]
 
 

@@ -3,20 +3,17 @@
 `measure` drives an engine through designed batches, fits the latency predictor and writes a
 profile, with which a policy starts (`--latency-model`) and a simulation can run (`--profile`).
 `slo` searches the largest latency budget, or rate of offline requests, with which a workload meets
-its goals (HyGen's SLO-aware profiler), in virtual time or, with a model, on servers that it starts.
+its goals in virtual time (HyGen's SLO-aware profiler).
 Each prints a table and, as its last line, one JSON object.
 
     cosched profile measure --write FILE --virtual [machine options]
     cosched profile measure --write FILE --model-path MODEL [any SGLang flag]
     cosched profile slo --slo "p99_ttft<=1000ms" --slo "p99_tbt<=+5%" --online azure-like \\
         --online-rate 2 --offline documents
-    cosched profile slo --slo "p99_tbt<=40ms" --online demo-chat --offline demo-job \\
-        --duration 60 --model-path MODEL -- [any SGLang flag]
 
 How long it takes: `measure --virtual` some 30 s, a live engine on two CPU cores some minutes (400
 batches, 3 times each between two that do not count); `slo` about eight simulations, each as long
-as `cosched simulate` takes, or as many servers that are started, warmed up and loaded for
---duration.
+as `cosched simulate` takes.
 """
 
 from __future__ import annotations
@@ -24,10 +21,9 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -47,8 +43,6 @@ from cosched.cli import (
     new_app,
     parse,
     run,
-    section,
-    whole,
 )
 from cosched.config import Config, configured
 from cosched.core.batch import BatchShape, BatchTotals
@@ -56,8 +50,6 @@ from cosched.engine.arguments import bind_cpu_threads, engine_arguments, resolve
 from cosched.engine.support import check_arguments, why_mixing_is_slow
 from cosched.errors import ConfigError, choices
 from cosched.files import write_whole
-from cosched.lab.benchmark.live import VOCAB_SIZE, LiveResult
-from cosched.lab.benchmark.own_server import OwnServers, leave_a_core_free
 from cosched.lab.cost_models.base import PrefixReads
 from cosched.lab.cost_models.specs import GPUS
 from cosched.lab.metrics.goals import Goal, parse_goal
@@ -80,8 +72,8 @@ from cosched.lab.simulation.run import (
     launches_of,
 )
 from cosched.lab.simulation.run_spec import RunSpec
-from cosched.lab.simulation.setting import OfflineClient, setting_of
-from cosched.lab.simulation.slo_search import SEARCHES, Ran, SloAnswer, find_largest, search_largest
+from cosched.lab.simulation.setting import setting_of
+from cosched.lab.simulation.slo_search import SEARCHES, SloAnswer, find_largest
 from cosched.predict.fitted import FittedPredictor, GraphSizes, fit_predictor, summarise
 from cosched.predict.profile_file import EngineIdentity, MeasuredPoint, Profile
 from cosched.versions import versions
@@ -310,19 +302,6 @@ def _fitted(points: Sequence[MeasuredPoint], graphs: GraphSizes | None) -> Fitte
     return fit_predictor(PREDICTOR, batches, seconds, graphs=graphs)
 
 
-@dataclass(kw_only=True)
-class LiveServers:
-    model_path: Annotated[str | None, Parameter(metavar="MODEL")] = None
-    """search on live servers of this model, each with the SGLang flags that follow --; the options
-    of the simulated machine then have no effect"""
-    concurrency: Count = 64
-    """offline requests in flight"""
-    vocab_size: Annotated[int, whole(20)] = VOCAB_SIZE
-    """prompts made of token ids stay below it"""
-    server_log: NewFile = Path("cosched-server.log")
-    """output of the last server"""
-
-
 @app.command(
     help_epilogue="Searches:\n\n"
     + "\n".join(
@@ -335,9 +314,6 @@ class LiveServers:
 class Slo(JsonOption):
     """Find the largest budget or offline rate with which a workload meets its goals."""
 
-    server_flags: Annotated[tuple[str, ...], Parameter(show=False)] = field(
-        default=(), kw_only=False
-    )
     goals: Annotated[tuple[str, ...], Parameter(name="--slo", metavar="GOAL")]
     """a goal; several may be named, and all are met at once"""
     search: Annotated[str, Parameter(choices=sorted(SEARCHES))] = "budget"
@@ -354,78 +330,30 @@ class Slo(JsonOption):
     """write a COSCHED_CONFIG with the value"""
     quiet: bool = False
     """no progress bar"""
-    live: Annotated[LiveServers, section("Live servers")] = field(default_factory=LiveServers)
     run: Annotated[RunOptions, Parameter(name="*")] = field(default_factory=RunOptions)
 
     def __call__(self) -> int:
         goals = [parse_goal(text) for text in self.goals]
         wanted = SEARCHES[self.search]
         spec = run_spec_of(self.run, setting_of(wanted.policy))
-        if self.server_flags and self.live.model_path is None:
-            raise ConfigError("flags after -- are for live servers; name --model-path too")
-        limits: dict[str, Any] = {"low": self.low, "high": self.high, "tolerance": self.tolerance}
         with _progress(quiet=self.quiet) as bar:
             task = bar.add_task("runs", total=None)
 
-            def on_run(what: str, result: Ran) -> None:
-                bar.update(task, advance=1, description=f"tried {what}")
-
-            if self.live.model_path is None:
-                answer = find_largest(
-                    self.search, spec, goals, num_jobs=self.jobs, on_run=on_run, **limits
-                )
-            else:
-                answer = self._search_live(spec, goals, on_run=on_run, **limits)
+            answer = find_largest(
+                self.search,
+                spec,
+                goals,
+                low=self.low,
+                high=self.high,
+                tolerance=self.tolerance,
+                num_jobs=self.jobs,
+                on_run=lambda what, _: bar.update(task, advance=1, description=f"tried {what}"),
+            )
         _show(answer, goals)
         if answer.value is not None:
             config = msgspec.structs.replace(config_of(spec), **{wanted.key: answer.value})
             self.save(self.write, lambda path: write_whole(path, config.to_json() + "\n"))
-        live = None
-        if self.live.model_path is not None:
-            live = {
-                "model": Path(self.live.model_path).name,
-                "server_flags": self.server_flags,
-                "concurrency": self.live.concurrency,
-            }
-        return self.finish({"spec": spec.describe(), "live": live, **answer.to_dict()})
-
-    def _search_live(
-        self,
-        spec: RunSpec,
-        goals: Sequence[Goal],
-        *,
-        on_run: Callable[[str, LiveResult], None],
-        **limits: Any,
-    ) -> SloAnswer:
-        assert self.live.model_path is not None
-        leave_a_core_free()
-        spec = replace(
-            spec,
-            setting=replace(spec.setting, client=OfflineClient.CAP),
-            cap=self.live.concurrency,
-        )
-        servers = OwnServers(
-            model_path=self.live.model_path,
-            flags=self.server_flags,
-            vocab_size=self.live.vocab_size,
-        )
-
-        def tried(what: str, result: LiveResult) -> None:
-            on_run(what, result)
-            reached = [(goal, goal.measure(result.summary, result.records)) for goal in goals]
-            shown = "; ".join(f"{goal.text}: {_amount(goal, value)}" for goal, value in reached)
-            # At once: a search that ends early has lasted long.
-            for line in (shown, *result.notes()):
-                print(f"{what}: {line}", file=sys.stderr, flush=True)
-
-        return search_largest(
-            self.search,
-            spec,
-            goals,
-            run_all=lambda specs: servers.run_all(specs, log_path=self.live.server_log),
-            on_run=tried,
-            **limits,
-        )
+        return self.finish({"spec": spec.describe(), **answer.to_dict()})
 
 
 def _show(answer: SloAnswer, goals: Sequence[Goal]) -> None:

@@ -19,9 +19,9 @@ from cosched_traces.datasets import DATASETS
 from cosched_traces.errors import WorkloadError
 from cosched_traces.formats import read_trace
 from cosched_traces.lengths import Fixed, Uniform
-from cosched_traces.mmlu import Tokenize, generate_mmlu, read_mmlu
+from cosched_traces.mmlu import generate_mmlu, read_mmlu
 from cosched_traces.offline_sets import PrefixGroups, independent_requests, length_pairs
-from cosched_traces.openai_batch import read_openai_batch
+from cosched_traces.openai_batch import Tokenize, estimated_tokens, read_openai_batch
 from cosched_traces.seeds import seed_for
 from cosched_traces.servegen import read_servegen
 from cosched_traces.session_traces import read_sessions_jsonl
@@ -45,6 +45,8 @@ ARXIV_REQUESTS = 28_257  # as the file has
 ARXIV_MAX_TOKENS = 4096  # the file's own filter
 QUESTIONS_PER_DOCUMENT = 20
 DEMO_GROUPS = 8
+_REPLY_TOKENS = 256
+"""Of a line of a batch file without a limit."""
 DEMO_JOB_REQUESTS = 800
 DEMO_BURSTS = ((0.25, 0.35), (0.65, 0.75))
 """Of `demo_chat`: parts [a, b) of the duration in which three times as many requests come."""
@@ -317,10 +319,29 @@ def servegen(asked: Asked) -> Workload:
 
 
 def batch(asked: Asked) -> Workload:
-    """An OpenAI batch file."""
-    if asked.tokenize is None:
-        raise WorkloadError(f"{asked.files[0]}: a batch file holds text; give a tokenizer")
-    return read_openai_batch(asked.files[0], asked.tokenize, name=asked.name)
+    """An OpenAI batch file; without a tokenizer its tokens are estimated. Online its lines arrive
+    in turn, again and again, as a Poisson process."""
+    workload = read_openai_batch(
+        asked.files[0],
+        asked.tokenize or estimated_tokens,
+        name=asked.name,
+        default_max_tokens=_REPLY_TOKENS,
+        request_class=asked.request_class,
+    )
+    lines = workload.requests
+    if not lines:
+        raise WorkloadError(f"{asked.files[0]}: the file has no lines")
+    if asked.offline:
+        return workload
+    requests = tuple(
+        replace(
+            lines[index % len(lines)],
+            rid=f"{lines[index % len(lines)].rid}-{index // len(lines)}",
+            arrival_s=time_s,
+        )
+        for index, time_s in enumerate(arrival_times(_poisson_curve(asked), seed=asked.own_seed))
+    )
+    return workload.changed(requests, f"{len(lines)} lines arrive {len(requests)} times")
 
 
 def _poisson_curve(asked: Asked) -> RateCurve:

@@ -12,7 +12,7 @@ from cosched_traces.builders import DURATION_S, Asked, Build
 from cosched_traces.errors import WorkloadError
 from cosched_traces.files import first_line
 from cosched_traces.lengths import Uniform
-from cosched_traces.mmlu import Tokenize
+from cosched_traces.openai_batch import Tokenize
 from cosched_traces.sessions import AGENTS, CHATS
 from cosched_traces.transform import first_requests
 from cosched_traces.workload import Workload
@@ -333,7 +333,7 @@ def _of_file(path: Path) -> NamedWorkload:
         build = builders.sessions(builders.recorded)
         return NamedWorkload((ONLINE,), None, build, f"the sessions of {path}", in_sessions=True)
     if '"custom_id"' in first:
-        return NamedWorkload((OFFLINE,), None, builders.batch, f"the file {path}")
+        return NamedWorkload((OFFLINE, ONLINE), None, builders.batch, f"the file {path}")
     return NamedWorkload((ONLINE, OFFLINE), None, builders.trace, f"the file {path}")
 
 

@@ -4,7 +4,7 @@ From the real files, or generated with their statistics."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,11 @@ import numpy as np
 from cosched.core.request import RequestClass
 from cosched_traces.errors import RowError
 from cosched_traces.files import Text, json_lines
+from cosched_traces.openai_batch import BYTES_PER_TOKEN, Tokenize
 from cosched_traces.seeds import key_base, rng_of
 from cosched_traces.transform import first_requests, shuffle
 from cosched_traces.workload import Segment, TraceRequest, Workload
 
-Tokenize = Callable[[str], Sequence[int]]
-
-BYTES_PER_TOKEN = 4  # English text under a byte-pair encoding, where no tokenizer is given
 OUTPUT_TOKENS = 16  # one letter would do; harnesses mostly leave room for a short phrase
 
 # One subject each: number of questions, tokens of its 5-shot head, mean tokens of its questions.

@@ -1,4 +1,4 @@
-"""The workloads of the simulation against a live server: stock SGLang, cosched, vLLM.
+"""The workloads of the simulation against a live server: stock SGLang or cosched.
 
 Prompts are sent as token ids to ``/v1/completions``, so that prompts and shared prefixes are those
 of a simulated run. Every request streams; times are the client's.
@@ -25,7 +25,6 @@ from cosched.core.wire import OFFLINE_PRIORITY
 from cosched.errors import ConfigError, CoschedError
 from cosched.lab.metrics.records import RequestRecord
 from cosched.lab.metrics.summary import Summary
-from cosched.lab.metrics.table import print_table
 from cosched.lab.simulation.arrivals import Arrival, Source
 from cosched.lab.simulation.clients import online_client
 from cosched.lab.simulation.requests import offline_client
@@ -52,14 +51,13 @@ class LiveTarget:
     """A server.
 
     vocab_size     prompts made from segments get token ids below it
-    send_priority  also send ``priority`` (stock SGLang with priority scheduling, vLLM)
+    admin_api_key  of the operator
     """
 
     base_url: str
-    model: str = "default"
     vocab_size: int = VOCAB_SIZE
-    send_priority: bool = True
     api_key: str | None = None
+    admin_api_key: str | None = None
 
     def __post_init__(self) -> None:
         if not self.base_url.startswith(("http://", "https://")):
@@ -122,28 +120,6 @@ class LiveResult:
     def _first_error(self, request_class: RequestClass) -> str | None:
         failed = (r for r in self.records if r.request_class is request_class and not r.ok)
         return next((r.finish_reason for r in failed), None)
-
-    def to_row(self) -> dict[str, Any]:
-        """Its part of the last line, as in `bench run`."""
-        return {
-            "scenario": self.spec.setting.name,
-            "attainment": self.summary.online.attainment.joint.ratio,
-            "offline_tokens_per_s": self.summary.offline.tokens_per_s,
-            "max_client_delay_ms": round(1e3 * self.max_client_delay_s, 3),
-            "is_client_late": self.is_client_late,
-            "summary": self.summary.to_dict(with_host=False),
-        }
-
-
-def print_live(results: Sequence[LiveResult], *, baseline: str | None = None) -> None:
-    """One row per result, marked if the client was late, and remarks."""
-    print_table(
-        {result.spec.setting.name: result.summary for result in results},
-        baseline=baseline,
-        marked={result.spec.setting.name for result in results if result.is_client_late},
-    )
-    for line in (note for result in results for note in result.notes()):
-        print(line)
 
 
 async def measure_live(
@@ -339,7 +315,7 @@ class _LiveRun:
 
     def _message(self, arrival: Arrival) -> tuple[dict[str, Any], dict[str, str]]:
         body: dict[str, Any] = {
-            "model": self._target.model,
+            "model": "default",  # any name: SGLang has one model
             "prompt": list(arrival.input_ids),
             "max_tokens": arrival.max_new_tokens,
             "temperature": 0,
@@ -351,8 +327,7 @@ class _LiveRun:
         headers = {}
         if arrival.request_class is RequestClass.OFFLINE:
             headers["x-smg-priority"] = "bulk"
-            if self._target.send_priority:
-                body["priority"] = OFFLINE_PRIORITY
+            body["priority"] = OFFLINE_PRIORITY
         elif arrival.priority:
             body["priority"] = arrival.priority
         if arrival.slo.ttft_s is not None:

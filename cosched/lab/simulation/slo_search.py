@@ -7,14 +7,12 @@ first value that meets the goals and the one above it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from cosched.errors import ConfigError
 from cosched.lab.metrics.goals import Goal
-from cosched.lab.metrics.records import RequestRecord
-from cosched.lab.metrics.summary import Summary
 from cosched.lab.simulation.parallel import execute_all
 from cosched.lab.simulation.run import RunResult, config_of
 from cosched.lab.simulation.run_spec import RunSpec
@@ -88,22 +86,6 @@ class SloAnswer:
         return asdict(self)
 
 
-class Ran(Protocol):
-    """The result of a run, in virtual time or live."""
-
-    @property
-    def summary(self) -> Summary: ...
-
-    @property
-    def records(self) -> Sequence[RequestRecord]: ...
-
-
-R = TypeVar("R", bound=Ran)
-
-RunAll = Callable[[Sequence[RunSpec]], Iterable[tuple[int, R]]]
-"""Runs all of them; yields (index, result) as they end."""
-
-
 def find_largest(
     name: str,
     spec: RunSpec,
@@ -113,37 +95,10 @@ def find_largest(
     high: float | None = None,
     tolerance: float = 0.05,
     num_jobs: int = 1,
-    on_run: Callable[[str, RunResult], None] = lambda what, result: None,
+    on_run: Callable[[str, RunResult], object] = lambda what, result: None,
 ) -> SloAnswer:
     """Search in virtual time. `tolerance` is relative; `num_jobs` values are tried at a time;
     `on_run` gets the name and the result of each run."""
-    return search_largest(
-        name,
-        spec,
-        goals,
-        run_all=lambda specs: execute_all(specs, num_jobs=num_jobs),
-        low=low,
-        high=high,
-        tolerance=tolerance,
-        num_at_once=num_jobs,
-        on_run=on_run,
-    )
-
-
-def search_largest(
-    name: str,
-    spec: RunSpec,
-    goals: Sequence[Goal],
-    *,
-    run_all: RunAll[R],
-    low: float | None = None,
-    high: float | None = None,
-    tolerance: float = 0.05,
-    num_at_once: int = 1,
-    on_run: Callable[[str, R], None] = lambda what, result: None,
-) -> SloAnswer:
-    """Search with any kind of run: `run_all` gets `num_at_once` specifications at a time, which are
-    `spec` with different values."""
     wanted = SEARCHES[name]
     low, high = wanted.low if low is None else low, wanted.high if high is None else high
     _check(spec, goals, low=low, high=high, tolerance=tolerance)
@@ -151,7 +106,7 @@ def search_largest(
     baseline = None
     if any(goal.is_relative for goal in goals):
         alone = replace(spec, setting=setting_of("s0"), config=())
-        [(_, result)] = run_all([alone])
+        [(_, result)] = execute_all([alone], num_jobs=1)
         on_run("online requests alone", result)
         baseline = _reached(goals, result)
     bounds = tuple(
@@ -161,7 +116,7 @@ def search_largest(
 
     def probe(values: Sequence[float]) -> list[bool]:
         specs = [spec.configured(**{wanted.key: value}) for value in values]
-        for index, result in run_all(specs):
+        for index, result in execute_all(specs, num_jobs=num_jobs):
             value = values[index]
             reached = _reached(goals, result)
             met = [g.is_met(r, b) for g, r, b in zip(goals, reached, bounds, strict=True)]
@@ -175,7 +130,7 @@ def search_largest(
         return [probes[value].is_good for value in values]
 
     values = values_between(low, high, tolerance=tolerance, digits=_DIGITS)
-    value = largest_good(values, probe, num_at_once=num_at_once)
+    value = largest_good(values, probe, num_at_once=num_jobs)
     return SloAnswer(
         search=name,
         key=wanted.key,
@@ -201,5 +156,5 @@ def _check(
         raise ConfigError(f"tolerance is {tolerance}; it must be in (0, 1)")
 
 
-def _reached(goals: Sequence[Goal], result: Ran) -> tuple[float | None, ...]:
+def _reached(goals: Sequence[Goal], result: RunResult) -> tuple[float | None, ...]:
     return tuple(goal.measure(result.summary, result.records) for goal in goals)
