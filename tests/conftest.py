@@ -35,7 +35,7 @@ settings.load_profile("cosched")
 WITH_SERVERS = (
     "tests/server/",
     "tests/lab/benchmark/test_live_client.py",
-    "tests/lab/test_demo.py",
+    "tests/lab/test_trial.py",
     "tests/commands/test_launch_server.py",
     "tests/patches/test_seam.py",
 )

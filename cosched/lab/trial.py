@@ -3,9 +3,9 @@
 Three servers are started, one after the other: stock SGLang, stock SGLang with priorities
 (--enable-priority-scheduling) and cosched. Each replays the same chat beside the same batch, stock
 and cosched also chat alone. At first stock SGLang is asked how much chat it bears, unless the chat
-is a trace or --rate is given. --out gets the page (trial.md) with the command to deploy, or why not;
-a picture, all figures (trial.json), the requests of each phase and the servers' logs. Interrupted,
-the same command continues: finished phases are kept.
+is a trace or --rate is given. --out gets the page (trial.md) with the command to deploy, or why
+not; a picture, all figures (trial.json), the requests of each phase and the servers' logs.
+Interrupted, the same command continues: finished phases are kept.
 
     cosched trial                                   # a small model with random weights, on a CPU
     cosched trial --model-path MODEL [any flag of cosched serve]

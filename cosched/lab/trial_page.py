@@ -264,7 +264,6 @@ class TrialPage:
                     "max_client_delay_s": one.result.max_client_delay_s,
                     **msgspec.structs.asdict(one.facts),
                     "cells": self._cells(one),
-                    "spec": one.result.spec.describe(),
                     "summary": one.summary.to_dict(with_host=False),
                 }
                 for name, one in self.results.items()

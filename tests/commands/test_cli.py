@@ -90,7 +90,7 @@ def test_a_bad_value_is_refused_by_the_name_of_its_option(app, argument):
             'Choose from: "A100-40", "A100-80", "H100", "H200". Did',
         ),
         (["bench", "rnu"], '"rnu". Did you mean "run"? Available commands: suite'),
-        (["bench", "live"], "--base-url is missing"),
+        (["estimate", "x"], "cannot read"),
         (["simulate", "--polcy", "x"], "--polcy. Did you mean --policy?"),
         (["simulate", "--seed"], "--seed needs a value"),
         (["simulate", "x"], "unexpected argument 'x'"),

@@ -40,7 +40,7 @@ def test_the_crossover_is_where_ours_stays_faster():
     }
 
 
-@pytest.mark.parametrize("name", ["gpu_kernels", "gpu_profile", "gpu_end_to_end", "gpu_loop"])
+@pytest.mark.parametrize("name", ["gpu_kernels", "gpu_profile", "gpu_loop"])
 def test_without_a_card_it_says_what_goes(monkeypatch, tmp_path, name):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", [name, "--out", str(tmp_path / "out")])

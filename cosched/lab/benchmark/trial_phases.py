@@ -52,7 +52,7 @@ LOAD = 0.3
 """Chat as a share of what stock SGLang bears, where nothing is said."""
 _LEAD_S = 3.0  # by which the batch is ahead of a phase, which then sees it under way
 _STOP_S = 5.0  # to stop a server
-_GRACE_SHARE = 0.25  # of a phase: how long its unanswered chats are followed
+_GRACE_S = 10.0  # how long unanswered chats of a phase are followed
 _CAPACITY_SHARE, _MOST_CAPACITY_S = 0.04, 20.0  # of the whole time
 LEAST_PHASE_S = 10.0
 _USUAL_START_S = 60.0  # for the bar
@@ -151,7 +151,9 @@ class Trial(ABC):
         self.kept = kept
         self._began_s = time.monotonic() - kept.wall_s
         self._chat = self._chat_of(load.seed)
-        load_requests(self._spec(self.phases[-1], window_s=1.0))
+        if load.batch is not None:
+            offline = RequestClass.OFFLINE
+            load_workload(load.batch, seed=0, request_class=offline, data_dir=load.data_dir)
 
     @abstractmethod
     async def measure(self) -> None:
@@ -255,6 +257,20 @@ class Trial(ABC):
             clairvoyant=True,
         )
 
+    def _set_window(self, rest_s: float, why: str = "") -> None:
+        """Divide the time that is left for the phases. ConfigError where it is too little."""
+        num, minutes = len(self.phases), self.load.minutes
+        other_s = _LEAD_S + _GRACE_S
+        window_s = rest_s / num - other_s
+        if window_s < LEAST_PHASE_S:
+            lacks_s = num * (LEAST_PHASE_S - window_s)
+            raise ConfigError(
+                f"--minutes {minutes:g} leaves {max(window_s, 0.0):.0f} s for each of {num} phases"
+                f"{why}: give it at least {math.ceil(minutes + lacks_s / 60.0)}"
+            )
+        self.kept.window_s = float(math.floor(window_s))
+        self.keep()
+
     async def _run(self, target: LiveTarget, phase: Phase, bars: Progress, **known: float) -> None:
         """Measure a phase, and keep it."""
         spec = self._spec(phase)
@@ -278,7 +294,7 @@ class Trial(ABC):
             online,
             offline,
             lead_s=_LEAD_S if offline else 0.0,
-            grace_s=_GRACE_SHARE * spec.end_s,
+            grace_s=_GRACE_S,
             on_progress=on_progress,
         )
         seconds, after = time.monotonic() - began_s, await metrics_of(target)
@@ -346,17 +362,8 @@ class OwnTrial(Trial):
             self.kept.rate = (load.load or LOAD) * self.kept.capacity
         else:
             self.kept.rate = load.rate or self._own_rate
-        num, begun_s = len(self.phases), 3 * _STOP_S + 2 * start_s
-        window_s = ((total_s - self.spent_s - begun_s) / num - _LEAD_S) / (1.0 + _GRACE_SHARE)
-        if window_s < LEAST_PHASE_S:
-            least_s = num * (LEAST_PHASE_S * (1.0 + _GRACE_SHARE) + _LEAD_S)
-            least = math.ceil((self.spent_s + begun_s + least_s) / 60.0)
-            raise ConfigError(
-                f"--minutes {load.minutes:g} leaves {max(window_s, 0.0):.0f} s for each of {num} "
-                f"phases, as a server starts in {start_s:.0f} s: give it at least {least}"
-            )
-        self.kept.window_s = float(math.floor(window_s))
-        self.keep()
+        rest_s = total_s - self.spent_s - 3 * _STOP_S - 2 * start_s
+        self._set_window(rest_s, f", as a server starts in {start_s:.0f} s")
 
     @property
     def _has_own_rate(self) -> bool:
@@ -410,8 +417,8 @@ class RunningTrial(Trial):
     async def measure(self) -> None:
         kept, load = self.kept, self.load
         kept.rate = load.rate or self._own_rate
-        each_s = 60.0 * load.minutes / len(self.phases) - _LEAD_S
-        kept.window_s = kept.window_s or each_s / (1.0 + _GRACE_SHARE)
+        if not kept.window_s:
+            self._set_window(60.0 * load.minutes)
         limits = self._state["replicas"][0]["offline_limits"]
         allowed = {"max_running": limits["max_running"]}
         stopped = {"paused": True, "stop_running": True}
