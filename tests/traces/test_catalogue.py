@@ -174,18 +174,20 @@ def test_a_file_of_lengths_arrives_as_a_poisson_process(tmp_path):
     assert 0 < made.requests[-1].arrival_s < 100
 
 
-def test_a_batch_file_needs_a_tokenizer(tmp_path):
-    row = {
-        "custom_id": "a",
-        "url": "/v1/completions",
-        "body": {"prompt": "abc", "max_tokens": 2},
-    }
-    path = write_jsonl(tmp_path / "b.jsonl", row)
-    with pytest.raises(WorkloadError, match="a batch file holds text; give a tokenizer"):
-        load_workload(str(path), seed=0)
-    made = load_workload(str(path), seed=0, tokenize=lambda text: list(text.encode()))
-    assert lengths_of(made) == [(3, 2)]
+def test_a_batch_file_needs_no_tokenizer_and_its_lines_can_be_chats(tmp_path):
+    body = {"prompt": "abcd", "max_tokens": 2}
+    rows = [{"custom_id": name, "url": "/v1/completions", "body": body} for name in "ab"]
+    path = str(write_jsonl(tmp_path / "b.jsonl", *rows))
+    assert lengths_of(load_workload(path, seed=0)) == [(1, 2), (1, 2)]
+    made = load_workload(path, seed=0, tokenize=lambda text: list(text.encode()))
+    assert lengths_of(made) == [(4, 2), (4, 2)]
     assert made.requests[0].request_class is OFFLINE
+    chats = load_workload(path, seed=0, request_class=ONLINE, rate=2, duration_s=20).requests
+    assert len(chats) == pytest.approx(40, abs=20) and 0 < chats[-1].arrival_s < 20
+    assert [chat.rid for chat in chats[:3]] == ["a-0", "b-0", "a-1"]
+    path = str(write(tmp_path / "empty.jsonl", '{"custom_id": 1}'))
+    with pytest.raises(WorkloadError, match="custom_id is not a text"):
+        load_workload(path, seed=0)
 
 
 def test_the_tables_of_the_page_are_current():

@@ -9,10 +9,8 @@ from cosched_traces.transform import (
     busiest_window,
     period_s,
     replay_faster,
-    rescale_lengths,
-    rescale_think_times,
 )
-from tests.traces.samples import common_prefix, evenly, lengths_of, request, workload
+from tests.traces.samples import evenly, request, workload
 
 
 def times(given):
@@ -35,15 +33,6 @@ def test_a_workload_is_replayed_faster_and_nothing_else_changes():
         replay_faster(turns, 2)
 
 
-def test_think_times_are_scaled_and_nothing_else():
-    turns = workload(request("a"), request("b", after="a", session="s", think_s=4.0))
-    scaled = rescale_think_times(turns, 0.25)
-    assert [r.think_s for r in scaled.requests] == [0.0, 1.0]
-    assert rescale_think_times(scaled, 4).requests == turns.requests
-    with pytest.raises(WorkloadError, match="factor of think times 0 is not above 0"):
-        rescale_think_times(turns, 0)
-
-
 @given(
     gaps=st.lists(st.floats(0.0, 30.0), min_size=1, max_size=30),
     length_s=st.floats(0.5, 60.0),
@@ -61,18 +50,3 @@ def test_no_window_of_that_length_holds_more_tokens_than_the_busiest(gaps, lengt
         weight(r for r in whole.requests if start <= r.arrival_s < start + length_s)
         for start in starts
     )
-
-
-def test_rescaled_lengths_keep_what_is_shared():
-    pair = workload(
-        request("a", prompt=((1, 100), (2, 30)), output=10),
-        request("b", prompt=((1, 100), (3, 60)), output=20),
-    )
-    scaled = rescale_lengths(pair, prompt=0.5, output=0.1)
-    assert lengths_of(scaled) == [(65, 1), (80, 2)]
-    one, other = (r.prompt(vocab_size=50_000) for r in scaled.requests)
-    assert common_prefix(one, other) == 50
-    asked = workload(request(output=4, max_new_tokens=10))
-    assert rescale_lengths(asked, output=2).requests[0].max_new_tokens == 20
-    with pytest.raises(WorkloadError, match="cannot be rescaled"):
-        rescale_lengths(workload(request(token_ids=(1, 2, 3))), prompt=2)

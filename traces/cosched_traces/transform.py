@@ -12,7 +12,7 @@ from itertools import pairwise
 from cosched.core.request import RequestClass
 from cosched_traces.errors import WorkloadError
 from cosched_traces.seeds import KEYS, key_base, rng_of
-from cosched_traces.workload import Segment, TraceRequest, Workload
+from cosched_traces.workload import Segment, Workload
 
 
 def period_s(workload: Workload) -> float:
@@ -32,43 +32,6 @@ def replay_faster(workload: Workload, factor: float) -> Workload:
     check_no_sessions(workload)
     requests = tuple(replace(r, arrival_s=r.arrival_s / factor) for r in workload.requests)
     return workload.changed(requests, f"replayed {factor:g} times as fast")
-
-
-def rescale_think_times(workload: Workload, factor: float) -> Workload:
-    """Times between the turns of a session times a factor."""
-    check_positive("factor of think times", factor)
-    if factor == 1:
-        return workload
-    requests = tuple(replace(r, think_s=r.think_s * factor) for r in workload.requests)
-    return workload.changed(requests, f"think times times {factor:g}")
-
-
-def rescale_lengths(workload: Workload, *, prompt: float = 1.0, output: float = 1.0) -> Workload:
-    """Lengths times a factor, at least 1 token.
-
-    Each segment is scaled by itself, so that segments that were shared still are.
-    """
-    check_positive("prompt factor", prompt)
-    check_positive("output factor", output)
-
-    def scaled(request: TraceRequest) -> TraceRequest:
-        if request.token_ids and prompt != 1:
-            raise WorkloadError(f"{request.rid}: a prompt of given tokens cannot be rescaled")
-        segments = tuple(Segment(s.key, _scale(s.num_tokens, prompt)) for s in request.segments)
-        limit = request.max_new_tokens
-        return replace(
-            request,
-            segments=segments,
-            num_output_tokens=_scale(request.num_output_tokens, output),
-            max_new_tokens=None if limit is None else _scale(limit, output),
-        )
-
-    note = f"prompts times {prompt:g}, outputs times {output:g}"
-    return workload.changed(tuple(map(scaled, workload.requests)), note)
-
-
-def _scale(num_tokens: int, factor: float) -> int:
-    return max(round(num_tokens * factor), 1)
 
 
 def sample_to_rate(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import IO
 
@@ -10,9 +10,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from cosched.errors import ConfigError, choices
 from cosched.lab.columns import COLUMNS
-from cosched.lab.metrics.summary import Summary, compare
+from cosched.lab.metrics.summary import Summary
 
 _SHOWN = (
     *("TTFT met %", "TPOT met %", "both met %", "TTFT p50 s", "TTFT p99 s", "missed TTFT p99 s"),
@@ -46,31 +45,12 @@ def _broken(header: str) -> str:
     return header.replace(" ", "\n", 1)
 
 
-def print_table(
-    summaries: Mapping[str, Summary],
-    *,
-    baseline: str | None = None,
-    marked: Collection[str] = (),
-    file: IO[str] | None = None,
-) -> None:
-    """Print one row per setting to `file` or stdout, and one for each of its tiers; with a baseline
-    also the ratios of its p99.
-
-    Marked names get an exclamation mark; columns without values are left out.
-    """
-    if baseline is not None and baseline not in summaries:
-        raise ConfigError(f"unknown baseline {baseline!r}; choose from {choices(summaries)}")
+def print_table(summaries: Mapping[str, Summary], *, file: IO[str] | None = None) -> None:
+    """Print one row per setting to `file` or stdout, and one for each of its tiers; columns without
+    values are left out."""
     rows: list[Row] = []
     for name, summary in summaries.items():
-        title = f"{name} (base)" if name == baseline else name
-        title += " (!)" if name in marked else ""
-        cells = {column: COLUMNS[column].shown(summary) for column in _SHOWN}
-        if baseline is not None:
-            compared = compare(summary, summaries[baseline])
-            for metric in ("ttft", "tpot"):
-                ratio = getattr(compared, f"{metric}_p99_ratio")
-                cells[f"{metric.upper()} p99 x base"] = "" if ratio is None else f"{ratio:.2f}"
-        rows.append((title, cells))
+        rows.append((name, {column: COLUMNS[column].shown(summary) for column in _SHOWN}))
         for tier, served in summary.tiers.items():
             alone = replace(summary, online=served)
             shown = {column: COLUMNS[column].shown(alone) for column in _ALSO_BY_TIER}

@@ -8,7 +8,6 @@ import re
 import pytest
 
 from cosched.core.request import Slo
-from cosched.errors import ConfigError
 from cosched.lab.metrics.summary import summarize
 from cosched.lab.metrics.table import print_table
 from tests.lab.metrics.samples import OFFLINE, request
@@ -26,9 +25,9 @@ def summaries():
     }
 
 
-def printed(**options) -> list[str]:
+def printed() -> list[str]:
     file = io.StringIO()
-    print_table(summaries(), file=file, **options)
+    print_table(summaries(), file=file)
     return [line.rstrip() for line in file.getvalue().splitlines() if line.strip()]
 
 
@@ -37,15 +36,14 @@ def cells(line: str) -> list[str]:
 
 
 def test_one_row_per_setting_uncut():
-    lines = printed(marked={"cosched"})
+    lines = printed()
     assert len(lines) == 5
     assert "…" not in "".join(lines)
     online = ["100.0", "100.0", "100.0", "0.50", "0.50", "-", "250.0", "250.0", "250.0"]
     assert cells(lines[3]) == [*online, *"---", "0", "0.00", "25.0", "0", "0"]
     online = ["0.0", "100.0", "0.0", "2.00", "2.00", "2.00", "250.0", "250.0", "250.0"]
-    assert lines[4].strip().startswith("cosched (!)") and "(!)" not in lines[3]
     job = ["2.0", "2.0", "2.0", "45", "0.44", "25.0", "0", "1,234"]
-    assert cells(lines[4]) == ["(!)", *online, *job]
+    assert cells(lines[4]) == [*online, *job]
     assert "evicted" not in " ".join(lines), "a column without values is left out"
 
 
@@ -67,14 +65,6 @@ def test_a_terminal_gets_the_most_important_columns_that_fit(width, monkeypatch)
     assert "…" not in text and "both" in text
     [row] = [line for line in lines if line.split()[:1] == ["s0"]]
     assert f"{len(cells(row))} of 17 columns; --json FILE" in " ".join(text.split())
-
-
-def test_a_baseline_adds_ratios():
-    without, with_ratios = printed()[4], printed(baseline="s0")[4]
-    assert len(cells(with_ratios)) == len(cells(without)) + 2
-    assert cells(with_ratios)[-2:] == ["4.00", "1.00"]
-    with pytest.raises(ConfigError, match="unknown baseline 's9'; choose from cosched, s0"):
-        print_table(summaries(), baseline="s9")
 
 
 def test_a_row_for_each_tier():
