@@ -270,7 +270,7 @@ SAME_CLASS_NAMES = {
         "Histogram": 2,
         "Job": 2,
         "Key": 2,
-        "Measured": 4,
+        "Measured": 3,
         "Page": 2,
         "Row": 2,
         "Run": 2,

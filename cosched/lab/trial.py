@@ -75,7 +75,7 @@ main = partial(run, "trial")
 
 @app.default
 @dataclass(kw_only=True)
-class Trial(JsonOption):
+class TrialOptions(JsonOption):
     flags: Annotated[tuple[str, ...], Parameter(allow_leading_hyphen=True, show=False)] = field(
         default=(), kw_only=False
     )

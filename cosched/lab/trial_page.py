@@ -28,7 +28,7 @@ _LONGER_JOB = 1.02
 _BUSY_LOAD = 1.5  # load average per core; a server that was just started makes some of its own
 
 
-class Facts(msgspec.Struct, frozen=True, kw_only=True):
+class PhaseFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of a phase beside its requests; None: not known.
 
     server_start_s    until the server was warmed up [s]
@@ -53,7 +53,7 @@ class PhaseResult:
 
     title: str
     result: LiveResult
-    facts: Facts
+    facts: PhaseFacts
 
     @property
     def summary(self) -> Summary:

@@ -17,7 +17,7 @@ from cosched.lab.benchmark.trial_phases import stock_flags
 from cosched.lab.simulation.run import summarize_run
 from cosched.lab.simulation.run_spec import RunSpec
 from cosched.lab.simulation.setting import Setting
-from cosched.lab.trial_page import Facts, PhaseResult, TrialPage
+from cosched.lab.trial_page import PhaseFacts, PhaseResult, TrialPage
 from tests.lab.metrics.samples import OFFLINE, request
 from tests.serving import GUARDED_ADMIN_KEY, GUARDED_FLAGS
 
@@ -58,7 +58,7 @@ def phase(name, *, delay_s=0.1, job=4, records=None, **facts):
     summary = summarize_run(spec, records, None, end_s=spec.end_s)
     result = LiveResult(spec=spec, summary=summary, records=records)
     known = {"job_requests": 8, "job_tokens": 8 * 101} if has_batch else {}
-    return PhaseResult(title=TITLES[name], result=result, facts=Facts(**known | facts))
+    return PhaseResult(title=TITLES[name], result=result, facts=PhaseFacts(**known | facts))
 
 
 def page(command="cosched serve", **phases):

@@ -42,7 +42,7 @@ from cosched.lab.simulation.requests import load_requests
 from cosched.lab.simulation.run import summarize_run
 from cosched.lab.simulation.run_spec import RunSpec, WorkloadSpec
 from cosched.lab.simulation.setting import OfflineClient, Setting
-from cosched.lab.trial_page import Facts, PhaseResult
+from cosched.lab.trial_page import PhaseFacts, PhaseResult
 from cosched_traces.catalogue import WORKLOADS, load_workload
 from cosched_traces.files import first_line
 from cosched_traces.transform import period_s
@@ -109,7 +109,7 @@ class Kept(msgspec.Struct, kw_only=True):
     capacity: float | None = None
     rate: float = 0.0
     window_s: float = 0.0
-    phases: dict[str, Facts] = msgspec.field(default_factory=dict)
+    phases: dict[str, PhaseFacts] = msgspec.field(default_factory=dict)
     wall_s: float = 0.0
 
     @property
@@ -140,7 +140,7 @@ class TrialLoad:
     out: Path
 
 
-class Trial(ABC):
+class TrialRun(ABC):
     """A trial on some servers. Everything that is measured is in the folder and in `kept`."""
 
     phases: Sequence[Phase]
@@ -301,7 +301,7 @@ class Trial(ABC):
         write_records(result.records, self._records_path(phase))
         grown = {name: value - before.get(name, 0.0) for name, value in after.items()}
         idle_s = grown.get("sglang:scheduler_idle_seconds_total")
-        self.kept.phases[phase.name] = Facts(
+        self.kept.phases[phase.name] = PhaseFacts(
             **known,
             load_average=load_average,
             job_requests=len(offline),
@@ -315,7 +315,7 @@ class Trial(ABC):
         self.keep()
 
 
-class OwnTrial(Trial):
+class OwnTrial(TrialRun):
     """On servers of its own, one after the other."""
 
     phases = _OWN
@@ -401,7 +401,7 @@ class OwnTrial(Trial):
         return f"{name} on {_device()}"
 
 
-class RunningTrial(Trial):
+class RunningTrial(TrialRun):
     """On a server that runs. Its limits of offline work are as before at the end."""
 
     phases = _RUNNING
