@@ -52,6 +52,7 @@ LOAD = 0.3
 """Chat as a share of what stock SGLang bears, where nothing is said."""
 _LEAD_S = 3.0  # by which the batch is ahead of a phase, which then sees it under way
 _STOP_S = 5.0  # to stop a server
+_SETTLE_S = 30.0  # at most, until a server has ended what the client left
 _GRACE_S = 10.0  # how long unanswered chats of a phase are followed
 _CAPACITY_SHARE, _MOST_CAPACITY_S = 0.04, 20.0  # of the whole time
 LEAST_PHASE_S = 10.0
@@ -350,7 +351,7 @@ class OwnTrial(TrialRun):
             if not self.kept.window_s:
                 await self._choose(target, start_s)
             for phase in todo:
-                await post(target, "/flush_cache")  # the chat of the phase before is in it
+                await post(target, f"/flush_cache?timeout={_SETTLE_S:g}")
                 await self._run(target, phase, bars, server_start_s=start_s)
 
     async def _choose(self, target: LiveTarget, start_s: float) -> None:
