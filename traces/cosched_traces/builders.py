@@ -51,8 +51,6 @@ DEMO_JOB_REQUESTS = 800
 DEMO_BURSTS = ((0.25, 0.35), (0.65, 0.75))
 """Of `demo_chat`: parts [a, b) of the duration in which three times as many requests come."""
 DEMO_BURST_FACTOR = 3.0
-DEMO_MEAN_RATE = 1 + (DEMO_BURST_FACTOR - 1) * sum(b - a for a, b in DEMO_BURSTS)
-"""Its mean rate, in times of that outside the bursts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

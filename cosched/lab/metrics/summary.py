@@ -388,38 +388,6 @@ def _num_lost(admitted: Iterable[RequestRecord]) -> int | None:
     return sum(known) if known else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """A run against a baseline with the same online requests, usually without offline ones.
-
-    Ratios of online latencies: above 1 is slower; HyGen's tolerance r allows 1 + r.
-    joint_difference is the difference in attainment: below 0 is worse.
-    """
-
-    ttft_mean_ratio: float | None
-    ttft_p99_ratio: float | None
-    tpot_mean_ratio: float | None
-    tpot_p99_ratio: float | None
-    tbt_mean_ratio: float | None
-    tbt_p99_ratio: float | None
-    joint_difference: float | None
-
-
-def compare(summary: Summary, baseline: Summary) -> Comparison:
-    ours, theirs = summary.online, baseline.online
-    joint, base_joint = ours.attainment.joint.ratio, theirs.attainment.joint.ratio
-    ratios = {
-        f"{metric}_{statistic}_ratio": ratio(
-            getattr(getattr(ours, f"{metric}_s"), statistic),
-            getattr(getattr(theirs, f"{metric}_s"), statistic),
-        )
-        for metric in ("ttft", "tpot", "tbt")
-        for statistic in ("mean", "p99")
-    }
-    difference = None if joint is None or base_joint is None else joint - base_joint
-    return Comparison(joint_difference=difference, **ratios)
-
-
 def _distribution(values: Iterable[float | None]) -> Distribution:
     known = [value for value in values if value is not None]
     return Distribution.of(known) if known else EMPTY

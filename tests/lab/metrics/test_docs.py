@@ -15,7 +15,7 @@ from cosched.engine.features.exporter import METRICS
 from cosched.lab.metrics.iterations import KvShare
 from cosched.lab.metrics.slo import Attainment
 from cosched.lab.metrics.stats import Distribution
-from cosched.lab.metrics.summary import Comparison, summarize
+from cosched.lab.metrics.summary import summarize
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "metrics.md"
 LEAVES = [set(c.__dataclass_fields__) for c in (Distribution, Attainment, KvShare)]
@@ -35,7 +35,6 @@ def test_the_table_of_keys_is_complete():
     documented = re.findall(r"^\|[^|]*\| `([^`]+)` \|", table, flags=re.MULTILINE)
     assert len(documented) == len(set(documented))
     real = set(keys(summarize([]).to_dict()))
-    real |= {f"comparison.{name}" for name in Comparison.__dataclass_fields__}
     assert set(documented) == real
 
 

@@ -17,7 +17,7 @@ from cosched.core.request import Slo
 from cosched.lab.metrics.records import IterationLog, RequestRecord
 from cosched.lab.metrics.slo import Attainment
 from cosched.lab.metrics.stats import Window
-from cosched.lab.metrics.summary import compare, summarize
+from cosched.lab.metrics.summary import summarize
 from tests.lab.metrics.samples import OFFLINE, ONLINE, iterations, logs, request, requests, slos
 
 records_lists = st.lists(requests(), max_size=8)
@@ -167,15 +167,6 @@ def test_requests_without_targets_of_their_own_take_the_defaults():
     summary = summarize(records, default_slos={ONLINE: Slo(ttft_s=1.0)})
     assert summary.online.attainment.ttft.ratio == 0.5
     assert summarize(records).online.attainment.ttft.ratio == 0.0
-
-
-def test_comparison_with_online_alone():
-    alone = summarize([request(0.0, (1.0, 2.0), slo=Slo(ttft_s=1.0))])
-    beside = summarize([request(0.0, (2.0, 3.5), slo=Slo(ttft_s=1.0))])
-    comparison = compare(beside, alone)
-    assert (comparison.ttft_p99_ratio, comparison.tpot_p99_ratio) == (2.0, 1.5)
-    assert comparison.joint_difference == -1.0
-    assert compare(alone, summarize([])).ttft_p99_ratio is None
 
 
 # -- of every run -------------------------------------------------------------------------------
