@@ -208,11 +208,6 @@ def reader(read: Callable[[str], T]) -> Callable[[Any, Sequence[Token]], T]:
     return lambda _, tokens: _read(read, tokens[-1])
 
 
-def each(read: Callable[[str], T]) -> Callable[[Any, Sequence[Token]], tuple[T, ...]]:
-    """As `reader`, for an option with several values."""
-    return lambda _, tokens: tuple(_read(read, token) for token in tokens)
-
-
 def _read(read: Callable[[str], T], token: Token) -> T:
     try:
         return read(token.value)
@@ -286,7 +281,6 @@ def number(**limits: float) -> Parameter:
 
 
 Count = Annotated[int, whole(1)]
-Port = Annotated[int, whole(1, 65535)]
 Seed = Annotated[int, whole(0, 2**32 - 1)]
 Positive = Annotated[float, number(gt=0)]
 NotNegative = Annotated[float, number(gte=0)]

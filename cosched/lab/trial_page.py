@@ -251,7 +251,8 @@ class TrialPage:
             path,
             shaded=[(a * end_s, b * end_s) for a, b in DEMO_BURSTS] if has_bursts else (),
             marked={title for title, result in results.items() if result.is_client_late},
-            caption="grey: bursts of chat; (!) not valid: the client itself was late",
+            caption="(!) not valid: the client itself was late"
+            + has_bursts * "; grey: bursts of chat",
         )
 
     def to_dict(self) -> dict[str, Any]:

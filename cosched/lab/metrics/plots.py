@@ -417,7 +417,9 @@ def plot_overview(
         known = [(r.arrival_s, r.ttft_s) for r in run.online() if r.ttft_s is not None]
         if known:
             over_time.scatter(*zip(*known, strict=True), s=11, color=colour, alpha=0.8)
-        rate = summaries[name].offline.requests_per_s or 0.0
+        rate = summaries[name].offline.requests_per_s
+        if rate is None or not summaries[name].offline.num_requests:
+            continue
         offline.bar_label(offline.bar(name, rate, color=colour, width=0.6), [label_rate(rate)])
     if target.ttft_s is not None:
         over_time.axhline(target.ttft_s, color=TARGET_COLOUR, lw=1.0, ls="--")
