@@ -230,7 +230,7 @@ class TrialPage:
                 self.verdict(),
                 *(f"* {note}" for note in notes),
                 *([""] if notes else []),
-                self.made_by,
+                f"{self.made_by}\n",
             ]
         )
 

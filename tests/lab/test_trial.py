@@ -204,7 +204,7 @@ def test_an_interrupted_trial_continues_with_the_phases_that_it_lacks(tmp_path, 
     assert figures["phases"].keys() == set(TITLES) | {"priority-batch"}
     assert json.loads(shown.splitlines()[-1])["phases"].keys() == figures["phases"].keys()
     text = (tmp_path / "trial.md").read_text()
-    assert "30% of what stock SGLang bears" in text and "--seed 3" in text
+    assert "30 % of what stock SGLang bears" in text and "--seed 3" in text
     assert (tmp_path / "trial.png").exists()
     started.policies.clear()
     assert trial(tmp_path) == 0 and not started.policies, "all is kept"

@@ -185,7 +185,7 @@ class TrialRun(ABC):
         kept, load = self.kept, self.load
         share = ""
         if kept.capacity is not None:
-            share = f" ({kept.rate / kept.capacity:.0%} of what stock SGLang bears)"
+            share = f" ({100 * kept.rate / kept.capacity:.0f} % of what stock SGLang bears)"
         batch = "the server's own offline work"
         if load.batch is not None:
             facts = self.kept.phases[self.phases[-1].name]
