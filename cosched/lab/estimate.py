@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import sys
+import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
