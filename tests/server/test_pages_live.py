@@ -60,6 +60,7 @@ CHANGED = {
         "in.jsonl",
         "in.jsonl --base-url http://localhost:30000",
     ),
+    "cosched config --model-path meta-llama": ("meta-llama/Llama-3.1-8B-Instruct", "MODEL"),
     "cosched simulate": ("--duration 600", "--duration 4"),
     "cosched bench run --settings s0,s1": ("--duration 200", "--duration 1"),
     "cosched bench run --settings s0,priority": (
