@@ -40,7 +40,6 @@ EXCEPTED = {
     **dict.fromkeys(
         ("pip install --dry-run .", "pip install ."), "scripts/setup installs this checkout"
     ),
-    "python -m sglang.bench_serving": "test_entry_points_live.py runs SGLang's benchmark client",
     "cosched serve --model-path meta-llama/Llama-3.1-8B-Instruct": "needs a GPU and the model",
     **dict.fromkeys(
         ("install -d", "sqlite3", "cp -a", "pg_dump", "mv FOLDER", "pg_restore"),
