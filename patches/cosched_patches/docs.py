@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
+import textwrap
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
@@ -47,36 +48,41 @@ Beside these places cosched reads, and in part writes, attributes of SGLang's cl
 (`cosched/engine/port/` holds most of it). Every process checks at its start that they exist, and
 stops with the name of one that does not.
 
-| class | names |
-|---|---|
 """
+_WIDTH = 120
 
 
 def render() -> str:
     """The page, in Markdown."""
-    rows = [
-        f"| `{_short(target)}` | {', '.join(f'`{name}`' for name in names)} |\n"
+    names = [
+        _wrapped(f"* `{_short(target)}`: {', '.join(f'`{name}`' for name in names)}")
         for target, names in INTERNALS.items()
     ]
-    tables = [_table(module) for module in (http, openai_endpoints, scheduler, memory)]
-    return "".join([_INTRO, *tables, _INTERNALS, *rows])
+    parts = [_part(module) for module in (http, openai_endpoints, scheduler, memory)]
+    return "".join([_INTRO, *parts, _INTERNALS, *names])
 
 
-def _table(module: ModuleType) -> str:
+def _part(module: ModuleType) -> str:
+    """The hooks of one module, a section each."""
     title = (module.__doc__ or "").partition("\n")[0].rstrip(".")
-    head = f"\n## {title}\n\n| place | hook | what for |\n|---|---|---|\n"
-    return head + "".join(
-        _row(tuple(seams)) for _, seams in groupby(module.SEAMS, lambda s: s.hook)
-    )
+    sections = [_section(tuple(seams)) for _, seams in groupby(module.SEAMS, lambda s: s.hook)]
+    return f"\n## {title}\n" + "".join(sections)
 
 
-def _row(seams: Sequence[Seam]) -> str:
+def _section(seams: Sequence[Seam]) -> str:
     """The places with one hook."""
     kind, hook = seams[0].kind, seams[0].hook
     why = " ".join((hook.__doc__ or "").split()).replace("``", "`")
     why = re.sub(r"([\w.-]+/[\w.-]+)#(\d+)", r"[\1#\2](https://github.com/\1/issues/\2)", why)
-    places = "<br>".join(f"`{_short(seam.target)}({seam.parameters})`" for seam in seams)
-    return f"| {places} | {kind} `{hook.__name__}` | {why} |\n"
+    places = [_wrapped(f"* {kind} `{_short(s.target)}` ({s.parameters})") for s in seams]
+    return f"\n### {hook.__name__}\n\n{''.join(places)}\n{_wrapped(why, indent='')}"
+
+
+def _wrapped(text: str, indent: str = "  ") -> str:
+    lines = textwrap.wrap(
+        text, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+    return "\n".join(lines) + "\n"
 
 
 def _short(target: str) -> str:
