@@ -202,12 +202,17 @@ class IterationObserver:
         """When the latest iteration whose result is there was done [s]."""
         return self._last_done_s
 
+    def finishing(self, batch: Any) -> Iteration | None:
+        """The iteration of the next result, that of this batch; None as for `finish`."""
+        return self._in_flight[0] if self._in_flight and port.runs_model(batch) else None
+
     def finish(self, batch: Any, result: Any) -> Iteration | None:
         """The iteration of a result, once it is there; waits for it. Results come in the order of
         launches. None: its launch was not seen, or it was idle."""
-        if not self._in_flight or not port.runs_model(batch):
+        iteration = self.finishing(batch)
+        if iteration is None:
             return None
-        iteration = self._in_flight.popleft()
+        self._in_flight.popleft()
         if result is self._latest:
             self._latest = None
         if iteration.duration_s is None:

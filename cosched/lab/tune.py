@@ -59,8 +59,8 @@ class Knob:
         """Its value in a run."""
         if self.name == "chunk_tokens":
             return float(spec.machine.chunk())
-        if self.flag:
-            return float(getattr(spec.machine, self.name))
+        if self.name == "max_running_requests":
+            return float(spec.machine.slots() * spec.machine.dp_ranks)
         return float(getattr(budgets_of(spec), self.name))
 
     def set(self, spec: RunSpec, value: float) -> RunSpec:

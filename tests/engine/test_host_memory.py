@@ -173,9 +173,9 @@ def test_a_long_load_ends_before_its_request_is_admitted(make_engine, monkeypatc
     kv = scheduler.cosched.kv
     waits, decoded, reasons = [], [], set()
 
-    def note(plan):
+    def note(iteration):
         if kv._restoring:
-            reasons.add(plan.skipped.get("second"))
+            reasons.add(iteration.plan.skipped.get("second"))
 
     watch_plans(engine, after=note)
 

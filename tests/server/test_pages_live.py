@@ -40,6 +40,7 @@ EXCEPTED = {
     **dict.fromkeys(
         ("pip install --dry-run .", "pip install ."), "scripts/setup installs this checkout"
     ),
+    "cosched trial": "takes minutes, and files of the reader; tests/lab/test_trial.py runs it",
     "cosched serve --model-path meta-llama/Llama-3.1-8B-Instruct": "needs a GPU and the model",
     **dict.fromkeys(
         ("install -d", "sqlite3", "cp -a", "pg_dump", "mv FOLDER", "pg_restore"),

@@ -321,7 +321,7 @@ class VirtualEngine:
                         self.scheduler,
                         batch,
                         launched.shape,
-                        getattr(result, "cosched", None),
+                        self.scheduler.cosched_observer.finishing(batch),
                         start_s=launched.start_s,
                         done_s=launched.done_s,
                     )
