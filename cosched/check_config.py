@@ -18,16 +18,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
-from cyclopts import Parameter
 from msgspec import inspect as types
 from rich import print as print_rich
 from rich.table import Table
 
 from cosched.batch.storage import without_secrets
-from cosched.cli import JsonOption, field_texts, new_app, parse, run
+from cosched.cli import JsonOption, Words, field_texts, new_app, parse, run
 from cosched.config import ENV_VAR, Config, load_config, parse_config
 from cosched.errors import ConfigError
 
@@ -154,9 +153,7 @@ main = partial(run, "config")
 @app.default
 @dataclass(kw_only=True)
 class CheckConfig(JsonOption):
-    words: Annotated[tuple[str, ...], Parameter(allow_leading_hyphen=True, show=False)] = field(
-        default=(), kw_only=False
-    )
+    words: Words = field(default=(), kw_only=False)
     write_page: bool = False
     """write docs/configuration.md, from the root of the repository"""
 

@@ -281,6 +281,8 @@ def number(**limits: float) -> Parameter:
 
 
 Count = Annotated[int, whole(1)]
+Words = Annotated[tuple[str, ...], Parameter(allow_leading_hyphen=True, show=False)]
+"""All that is no option of the command."""
 Seed = Annotated[int, whole(0, 2**32 - 1)]
 Positive = Annotated[float, number(gt=0)]
 NotNegative = Annotated[float, number(gte=0)]

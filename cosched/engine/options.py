@@ -12,7 +12,7 @@ import msgspec
 from cyclopts import Parameter
 
 from cosched.batch.config import BatchesConfig
-from cosched.cli import explained_by, new_app
+from cosched.cli import Words, explained_by, new_app
 from cosched.config import ENV_VAR, Config, SloConfig, load_config
 from cosched.engine.arguments import (
     bind_cpu_threads,
@@ -94,9 +94,7 @@ class ServeOptions:
 class ServerFlags:
     """A server as its user names it."""
 
-    flags: Annotated[tuple[str, ...], Parameter(allow_leading_hyphen=True, show=False)] = field(
-        default=(), kw_only=False
-    )
+    flags: Words = field(default=(), kw_only=False)
     options: Annotated[ServeOptions, Parameter(name="*")] = field(default_factory=ServeOptions)
 
     def server_args(self, config: Config) -> Any:

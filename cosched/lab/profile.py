@@ -40,6 +40,7 @@ from cosched.cli import (
     Part,
     Positive,
     Seed,
+    Words,
     new_app,
     parse,
     run,
@@ -118,9 +119,7 @@ class Measure(JsonOption):
     process (--model-path and any SGLang flag).
     """
 
-    flags: Annotated[tuple[str, ...], Parameter(allow_leading_hyphen=True, show=False)] = field(
-        default=(), kw_only=False
-    )
+    flags: Words = field(default=(), kw_only=False)
     write: NewFile
     """the profile"""
     virtual: bool = False

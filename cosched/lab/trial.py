@@ -40,6 +40,7 @@ from cosched.cli import (
     Positive,
     Seed,
     Share,
+    Words,
     new_app,
     run,
     run_async,
@@ -55,6 +56,7 @@ from cosched.lab.benchmark.trial_phases import (
     OwnTrial,
     RunningTrial,
     TrialLoad,
+    write_json,
 )
 from cosched.lab.metrics.figure import check_can_draw
 from cosched.lab.metrics.table import print_rows
@@ -76,9 +78,7 @@ main = partial(run, "trial")
 @app.default
 @dataclass(kw_only=True)
 class TrialOptions(JsonOption):
-    flags: Annotated[tuple[str, ...], Parameter(allow_leading_hyphen=True, show=False)] = field(
-        default=(), kw_only=False
-    )
+    flags: Words = field(default=(), kw_only=False)
     model_path: Annotated[str | None, Parameter(metavar="MODEL")] = None
     """the model; default: a small one with random weights, which is made"""
     base_url: Annotated[str | None, Parameter(metavar="URL")] = None
@@ -221,8 +221,7 @@ class TrialOptions(JsonOption):
         picture = os.path.relpath(drawn.absolute(), written.absolute().parent)
         self.save(written, lambda path: write_whole(path, page.text(picture)))
         figures = {"program": "trial", "kept": msgspec.to_builtins(kept), **page.to_dict()}
-        text = msgspec.json.format(msgspec.json.encode(figures), indent=1).decode()
-        self.save(self.out / "trial.json", lambda path: write_whole(path, text + "\n"))
+        self.save(self.out / "trial.json", lambda path: write_json(path, figures))
         print_rows(page.rows())
         print(f"{page.verdict()}\npage: {written}\npicture: {drawn}")
         return self.finish(figures)

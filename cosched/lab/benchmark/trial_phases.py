@@ -206,8 +206,7 @@ class TrialRun(ABC):
 
     def keep(self) -> None:
         self.kept.wall_s = self.spent_s
-        text = msgspec.json.format(msgspec.json.encode(self.kept), indent=1).decode()
-        write_whole(self.load.out / KEPT, text + "\n")
+        write_json(self.load.out / KEPT, self.kept)
 
     def _records_path(self, phase: Phase) -> Path:
         return self.load.out / f"{phase.name}.jsonl"
@@ -440,6 +439,12 @@ class RunningTrial(TrialRun):
 
     def _where(self) -> str:
         return f"{self._state['model']} at {self._target.base_url}"
+
+
+def write_json(path: Path, value: object) -> None:
+    """For people to read; whole or not at all."""
+    text = msgspec.json.format(msgspec.json.encode(value), indent=1).decode()
+    write_whole(path, text + "\n")
 
 
 def stock_flags(flags: Sequence[str]) -> list[str]:
