@@ -49,8 +49,8 @@ from typing import NamedTuple
 import msgspec
 
 from cosched.core.estimates import LengthEstimate
-from cosched.core.group import RankNeeds
-from cosched.core.plan import Plan, SkipReason
+from cosched.core.group import NO_OTHERS, RankNeeds
+from cosched.core.plan import EMPTY_PLAN, Plan, SkipReason
 from cosched.core.request import Request, RequestClass, num_tokens_of
 from cosched.core.view import OfflineOrder, View
 from cosched.schedule.base import PolicySettings
@@ -175,6 +175,8 @@ class CoschedPolicy:
         self._steps = _steps(options)
 
     def plan(self, view: View, state: Past) -> tuple[Plan, Past]:
+        if self._is_settled(view):
+            return EMPTY_PLAN, state
         options = self._options
         ranks = served = tiers_in_order(self._settings.tiers, state.credits)
         while True:
@@ -229,6 +231,18 @@ class CoschedPolicy:
             spent=state.spent.after(builder, budget.alone_s),
             idle_s=0.0 if plan.prefill else turn.idle_s,
         )
+
+    def _is_settled(self, view: View) -> bool:
+        """Only online decodes, and room for the next token of each: there is nothing to decide, and
+        chat alone pays for no more than that."""
+        if view.num_offline or view.unfinished or view.running_of(RequestClass.OFFLINE).requests:
+            return False
+        if self._settings.tiers or view.tolerance_headroom is not None or view.others != NO_OTHERS:
+            return False
+        if view.states is not None or view.window_kv is not None or any(True for _ in view.online):
+            return False
+        kv = view.kv
+        return kv.next_step <= kv.free
 
     def _may_pace(self, view: View) -> bool:
         """Not where the operator, a promised tolerance or other ranks say how long it lasts, nor

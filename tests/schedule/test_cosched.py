@@ -7,7 +7,7 @@ import pytest
 
 from cosched.core.estimates import LengthEstimate
 from cosched.core.kv_state import Match
-from cosched.core.plan import SkipReason
+from cosched.core.plan import EMPTY_PLAN, SkipReason
 from cosched.core.request import Slo, Traits
 from cosched.core.view import ToleranceHeadroom as Headroom
 from cosched.core.view import TpotHeadroom
@@ -418,3 +418,38 @@ def test_a_sibling_is_not_late_for_a_prefix_that_is_computed_once():
         replace(s, token_ids=range(10**6 * i, 10**6 * i + 8500)) for i, s in enumerate(siblings)
     ]
     assert len(planned(replace(view, online=strangers))[0].late) == 2
+
+
+class Unasked(Linear):
+    """A predictor that must not be asked."""
+
+    def predict_s(self, totals):
+        raise AssertionError("asked")
+
+
+def test_chat_that_decodes_alone_needs_no_plan(monkeypatch):
+    state = Past(idle_s=0.25)
+    view = view_of(running=(replying("a"), replying("b", num_tokens=30)))
+    assert planned(view, state, predictor=Unasked()) == (EMPTY_PLAN, state)
+    monkeypatch.setattr(CoschedPolicy, "_is_settled", lambda self, view: False)
+    plan, after = planned(view, state)
+    assert (plan.prefill, plan.paused, plan.preempt, plan.promise) == ({}, frozenset(), (), {})
+    assert (after.turns, after.credits) == (state.turns, state.credits)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"online": [chat("new")]},
+        {"offline": [offline("job")]},
+        {"unfinished": (prefilled(chat("begun"), 64),)},
+        {"running": (replying("a"), decoding(offline("job")))},
+        {"tolerance_headroom": Headroom(tpot=None, wait_s=1.0)},
+        {"total_kv": 101},
+    ],
+    ids=["chat", "offline", "prefill", "offline decode", "tolerance", "memory"],
+)
+def test_anything_beside_chat_that_decodes_is_planned(more):
+    view = view_of(**{"running": (replying("a"),)} | more)
+    with pytest.raises(AssertionError, match="asked"):
+        planned(view, predictor=Unasked())
