@@ -51,6 +51,7 @@ from cosched.engine.arguments import bind_cpu_threads, engine_arguments, resolve
 from cosched.engine.support import check_arguments, why_mixing_is_slow
 from cosched.errors import ConfigError, choices
 from cosched.files import write_whole
+from cosched.lab.benchmark.progress import progress_of_runs
 from cosched.lab.cost_models.base import PrefixReads
 from cosched.lab.cost_models.specs import GPUS
 from cosched.lab.metrics.goals import Goal, parse_goal
@@ -73,8 +74,8 @@ from cosched.lab.simulation.run import (
     launches_of,
 )
 from cosched.lab.simulation.run_spec import RunSpec
+from cosched.lab.simulation.search import PARAMETERS, Found, Search, search
 from cosched.lab.simulation.setting import setting_of
-from cosched.lab.simulation.slo_search import SEARCHES, SloAnswer, find_largest
 from cosched.predict.fitted import FittedPredictor, GraphSizes, fit_predictor, summarise
 from cosched.predict.profile_file import EngineIdentity, MeasuredPoint, Profile
 from cosched.versions import versions
@@ -305,7 +306,7 @@ def _fitted(points: Sequence[MeasuredPoint], graphs: GraphSizes | None) -> Fitte
     help_epilogue="Searches:\n\n"
     + "\n".join(
         f"* {name}: {one.summary} ({one.key}, {one.unit}; policy {one.policy})"
-        for name, one in SEARCHES.items()
+        for name, one in PARAMETERS.items()
     )
     + f"\n\n{_GOALS}"
 )
@@ -315,7 +316,7 @@ class Slo(JsonOption):
 
     goals: Annotated[tuple[str, ...], Parameter(name="--slo", metavar="GOAL")]
     """a goal; several may be named, and all are met at once"""
-    search: Annotated[str, Parameter(choices=sorted(SEARCHES))] = "budget"
+    search: Annotated[str, Parameter(choices=sorted(PARAMETERS))] = "budget"
     """what is searched"""
     low: Positive | None = None
     """lower end of the range"""
@@ -333,35 +334,47 @@ class Slo(JsonOption):
 
     def __call__(self) -> int:
         goals = [parse_goal(text) for text in self.goals]
-        wanted = SEARCHES[self.search]
+        wanted = PARAMETERS[self.search]
         spec = run_spec_of(self.run, setting_of(wanted.policy))
-        with _progress(quiet=self.quiet) as bar:
-            task = bar.add_task("runs", total=None)
-
-            answer = find_largest(
-                self.search,
+        if self.run.online.name is None or self.run.offline.name is None:
+            raise ConfigError("the search needs both classes: name --online and --offline")
+        with progress_of_runs(f"{self.search}:", quiet=self.quiet) as on_run:
+            found = search(
+                wanted,
                 spec,
                 goals,
                 low=self.low,
                 high=self.high,
                 tolerance=self.tolerance,
                 num_jobs=self.jobs,
-                on_run=lambda what, _: bar.update(task, advance=1, description=f"tried {what}"),
+                on_run=on_run,
             )
-        _show(answer, goals)
-        if answer.value is not None:
-            config = msgspec.structs.replace(config_of(spec), **{wanted.key: answer.value})
+        _show(found, wanted, goals)
+        if found.value is not None:
+            config = msgspec.structs.replace(config_of(spec), **{wanted.key: found.value})
             self.save(self.write, lambda path: write_whole(path, config.to_json() + "\n"))
-        return self.finish({"spec": spec.describe(), **answer.to_dict()})
+        return self.finish(
+            {
+                "spec": spec.describe(),
+                "search": self.search,
+                "key": wanted.key,
+                "unit": wanted.unit,
+                "value": found.value,
+                "goals": [goal.text for goal in goals],
+                "bounds": found.bounds,
+                "baseline": found.baseline,
+                "probes": [asdict(probe) for probe in found.probes],
+            }
+        )
 
 
-def _show(answer: SloAnswer, goals: Sequence[Goal]) -> None:
+def _show(found: Found, wanted: Search, goals: Sequence[Goal]) -> None:
     """Every value tried and what it reached, then the answer."""
-    table = Table(answer.unit, *(goal.text for goal in goals), "offline tokens/s", "")
-    table.add_row("limit", *map(_amount, goals, answer.bounds))
-    if answer.baseline is not None:
-        table.add_row("isolated baseline", *map(_amount, goals, answer.baseline))
-    for probe in answer.probes:
+    table = Table(wanted.unit, *(goal.text for goal in goals), "offline tokens/s", "")
+    table.add_row("limit", *map(_amount, goals, found.bounds))
+    if found.baseline is not None:
+        table.add_row("isolated baseline", *map(_amount, goals, found.baseline))
+    for probe in found.probes:
         tokens = probe.offline_tokens_per_s
         table.add_row(
             f"{probe.value:g}",
@@ -370,10 +383,10 @@ def _show(answer: SloAnswer, goals: Sequence[Goal]) -> None:
             "" if probe.is_good else "misses",
         )
     Console().print(table)
-    if answer.value is None:
-        print(f"no {answer.key} in the range meets all goals")
+    if found.value is None:
+        print(f"no {wanted.key} in the range meets all goals")
     else:
-        print(f"largest {answer.key} that meets all goals: {answer.value:g}")
+        print(f"largest {wanted.key} that meets all goals: {found.value:g}")
 
 
 def _amount(goal: Goal, value: float | None) -> str:

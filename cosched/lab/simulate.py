@@ -31,16 +31,17 @@ from cosched.cli import (
 )
 from cosched.config import Config
 from cosched.errors import ConfigError
-from cosched.lab.benchmark.progress import virtual_time_bar
+from cosched.lab.benchmark.progress import progress_of_runs, virtual_time_bar
 from cosched.lab.metrics.figure import check_can_draw
+from cosched.lab.metrics.goals import parse_goal
 from cosched.lab.metrics.plots import Run, write_run_plots
 from cosched.lab.metrics.records import write_records, write_rows
 from cosched.lab.metrics.stats import Window
 from cosched.lab.metrics.table import print_table
-from cosched.lab.simulation.find import QUESTIONS, find
 from cosched.lab.simulation.options import PolicyName, RunOptions, run_spec_of
 from cosched.lab.simulation.run import RunResult, execute
 from cosched.lab.simulation.run_spec import RunSpec
+from cosched.lab.simulation.search import CAPACITIES, search
 from cosched.lab.simulation.setting import Setting, with_eviction
 from cosched.memory.config import ENGINE_ORDERS, EVICTION_ORDERS
 from cosched.policies import policy_entry, without_tolerance
@@ -57,7 +58,7 @@ _CAPACITY_SECTION = section("Capacity questions (Echo §5.4)")
 
 @dataclass(kw_only=True)
 class Capacity:
-    find: Annotated[str | None, Parameter(choices=sorted(QUESTIONS))] = None
+    find: Annotated[str | None, Parameter(choices=sorted(CAPACITIES))] = None
     """search the smallest or largest value that meets the SLO, instead of one run"""
     attainment: Share = 0.9
     """share of online requests that must meet their targets"""
@@ -155,17 +156,40 @@ class Simulate(JsonOption):
             )
 
     def _find(self, spec: RunSpec) -> dict[str, Any]:
-        assert self.capacity.find is not None
-        answer = find(
-            self.capacity.find,
-            spec,
-            attainment=self.capacity.attainment,
-            tolerance=self.capacity.tolerance,
-            num_jobs=self.capacity.jobs,
-            quiet=self.quiet,
-        )
-        print(answer.sentence())
-        return answer.to_dict()
+        name, share = self.capacity.find, self.capacity.attainment
+        assert name is not None
+        wanted, goal = CAPACITIES[name], parse_goal(f"attainment>={100 * share:g}%")
+        with progress_of_runs(f"{name}:", quiet=self.quiet) as on_run:
+            found = search(
+                wanted,
+                spec,
+                [goal],
+                tolerance=self.capacity.tolerance,
+                num_jobs=self.capacity.jobs,
+                on_run=on_run,
+            )
+        if found.value is None:
+            print(
+                f"{name}: nothing between {found.low:g} and {found.high:g} {wanted.unit} gives an "
+                f"attainment of {share:.0%}"
+            )
+        else:
+            print(f"{name}: {found.value:g} {wanted.unit} (attainment of at least {share:.0%})")
+        return {
+            "question": name,
+            "value": found.value,
+            "unit": wanted.unit,
+            "attainment": share,
+            "bounds": (found.low, found.high),
+            "probes": [
+                {
+                    "value": probe.value,
+                    "attainment": probe.reached[0],
+                    "offline_tokens_per_s": probe.offline_tokens_per_s,
+                }
+                for probe in found.probes
+            ],
+        }
 
 
 if __name__ == "__main__":

@@ -240,14 +240,10 @@ def test_the_log_needs_a_policy_that_decides():
     ("arguments", "message"),
     [
         (["--policy", "sglang"], "policy 'sglang' leaves all decisions to SGLang"),
-        (["--policy", "sarathi", "--find", "kv"], "--find makes many"),
+        (["--policy", "sarathi", "--find", "min-kv"], "--find makes many"),
     ],
 )
 def test_simulations_that_cannot_be_recorded_are_refused(arguments, message, tmp_path, capsys):
-    from cosched.lab.simulation.find import QUESTIONS
-
-    if "--find" in arguments:
-        arguments = [*arguments[:-1], sorted(QUESTIONS)[0]]
     log = ["--decision-log", str(tmp_path / "log")]
     with pytest.raises(SystemExit) as stop:
         simulate(["--online", "alpaca", "--online-rate", "1", "--duration", "1", *log, *arguments])

@@ -23,10 +23,10 @@ from cosched.lab.simulation.run import RunResult
 
 @contextmanager
 def progress_of_runs(
-    label: str, *, total: int, quiet: bool
+    label: str, *, total: int | None = None, quiet: bool
 ) -> Iterator[Callable[[str, RunResult], None]]:
     """A function to call with the name and the result of each finished run: it shows a bar on a
-    terminal, else a line on stderr."""
+    terminal, else a line on stderr. total: runs; None: not known."""
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -42,8 +42,9 @@ def progress_of_runs(
         def on_run(name: str, result: RunResult) -> None:
             bar.update(task, advance=1, description=f"{label} {name} done")
             if bar.disable and not quiet:
+                of = "" if total is None else f" of {total}"
                 print(
-                    f"{label} {next(numbers)} of {total} {name}: "
+                    f"{label} {next(numbers)}{of} {name}: "
                     f"{result.end_s:.0f} s in {result.wall_s:.0f} s",
                     file=sys.stderr,
                     flush=True,

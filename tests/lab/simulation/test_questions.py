@@ -20,10 +20,15 @@ from cosched.lab.estimate import main as estimate
 from cosched.lab.estimate import part_of_chats, part_of_lines, read_lines
 from cosched.lab.metrics.goals import parse_goal
 from cosched.lab.simulation import virtual
-from cosched.lab.simulation.find import QUESTIONS, find
 from cosched.lab.simulation.run_spec import WorkloadSpec
-from cosched.lab.simulation.search import largest_good, last_good, values_between
-from cosched.lab.simulation.slo_search import SEARCHES, find_largest
+from cosched.lab.simulation.search import (
+    CAPACITIES,
+    PARAMETERS,
+    largest_good,
+    last_good,
+    search,
+    values_between,
+)
 from cosched_traces.workload import TraceRequest
 from tests.batch.api import line
 from tests.in_process import stay_in_process
@@ -94,7 +99,6 @@ SPEC = make_spec("hygen", duration_s=3.0)
 @pytest.mark.parametrize(
     ("changes", "arguments", "message"),
     [
-        ({"online": None}, {}, "needs both classes"),
         ({}, {"low": 5.0, "high": 4.0}, "the range is 5 to 4"),
         ({}, {"tolerance": 1.5}, r"tolerance is 1\.5"),
         ({}, {"goals": []}, "name at least one --slo"),
@@ -104,16 +108,16 @@ SPEC = make_spec("hygen", duration_s=3.0)
 def test_bad_searches_are_refused_before_anything_runs(changes, arguments, message):
     goals = {"goals": [parse_goal("p99_ttft<=1s")]}
     with pytest.raises(ConfigError, match=message):
-        find_largest("budget", replace(SPEC, **changes), **{**goals, **arguments})
-    assert set(SEARCHES) == {"budget", "offline-rate"}
+        search(PARAMETERS["budget"], replace(SPEC, **changes), **{**goals, **arguments})
+    assert set(PARAMETERS) == {"budget", "offline-rate"}
 
 
 def test_a_real_search_meets_its_goals_and_the_next_value_does_not(monkeypatch):
     stay_in_process(monkeypatch)
     goals = [parse_goal("p99_tbt<=25ms"), parse_goal("p99_ttft<=2s"), parse_goal("mean_tbt<=+900%")]
     ran = []
-    answer = find_largest(
-        "budget",
+    answer = search(
+        PARAMETERS["budget"],
         SPEC,
         goals,
         low=10.0,
@@ -134,25 +138,12 @@ def test_a_real_search_meets_its_goals_and_the_next_value_does_not(monkeypatch):
 
 # -- capacity -------------------------------------------------------------------------------------
 
+GOALS = [parse_goal("attainment>=90%")]
 
-@pytest.mark.parametrize(
-    ("question", "arguments", "message"),
-    [
-        ("x", {}, r"unknown question 'x'; choose from max-offline"),
-        ("max-online-rate", {}, "name --online"),
-        ("min-kv", {"attainment": 1.5}, r"attainment is 1\.5"),
-    ],
-)
-def test_bad_questions_are_refused_before_anything_runs(question, arguments, message):
-    with pytest.raises(ConfigError, match=message):
-        find(question, make_spec("s0", online=None), **arguments)
-    assert set(QUESTIONS) == {
-        "min-kv",
-        "min-gpus",
-        "max-offline",
-        "max-online-rate",
-        "max-online-sessions",
-    }
+
+def test_a_question_without_what_it_is_about_is_refused():
+    with pytest.raises(ConfigError, match="name --online"):
+        search(CAPACITIES["max-online-rate"], make_spec("s0", online=None), GOALS)
 
 
 def test_a_question_is_answered_by_simulations(monkeypatch):
@@ -166,15 +157,14 @@ def test_a_question_is_answered_by_simulations(monkeypatch):
         slo=Slo(ttft_s=0.3, tpot_s=0.05),
         duration_s=2.0,
     )
-    answer = find("max-online-rate", spec, attainment=0.9, tolerance=0.9, quiet=True)
-    tried = {probe["value"]: probe["attainment"] for probe in answer.probes}
+    answer = search(CAPACITIES["max-online-rate"], spec, GOALS, tolerance=0.9)
+    tried = {probe.value: probe.reached[0] for probe in answer.probes}
     assert {one.online.rate for one in ran} == set(tried)
-    assert answer.bounds == (1.0, 256.0)
+    assert (answer.low, answer.high) == (1.0, 256.0)
     assert answer.value is not None and tried[answer.value] >= 0.9
     above = min(value for value in tried if value > answer.value)
     assert tried[above] < 0.9
     assert above - answer.value <= 0.9 * answer.value
-    assert f"{answer.value:g} req/s" in answer.sentence()
 
 
 def test_a_capacity_that_refuses_the_whole_offline_set_is_not_enough(monkeypatch):
@@ -187,10 +177,11 @@ def test_a_capacity_that_refuses_the_whole_offline_set_is_not_enough(monkeypatch
             met = SimpleNamespace(joint=SimpleNamespace(ratio=1.0))
             online = SimpleNamespace(attainment=met)
             summary = SimpleNamespace(online=online, offline=offline)
-            yield index, SimpleNamespace(summary=summary)
+            yield index, SimpleNamespace(summary=summary, records=())
 
-    monkeypatch.setattr("cosched.lab.simulation.find.execute_all", execute)
-    answer = find("min-kv", make_spec("s0", machine={"kv_tokens": 40_000}), quiet=True)
+    monkeypatch.setattr("cosched.lab.simulation.search.execute_all", execute)
+    spec = make_spec("s0", machine={"kv_tokens": 40_000})
+    answer = search(CAPACITIES["min-kv"], spec, GOALS)
     assert answer.value is not None and 10_000 <= answer.value <= 10_500
 
 
