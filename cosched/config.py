@@ -300,6 +300,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         order = self.kv.eviction or policy_entry(self.policy).eviction
         return msgspec.structs.replace(self.kv, eviction=order)
 
+    def named_pool(self) -> PoolConfig | None:
+        """`pool` with its buckets named; without it the policy's own. None: it keeps none."""
+        own = policy_entry(self.policy).pool
+        if self.pool is None or own is None:
+            return own
+        num_buckets = self.pool.num_buckets or own.num_buckets
+        return msgspec.structs.replace(self.pool, num_buckets=num_buckets)
+
     def named_length(self) -> LengthConfig:
         """`length`: the policy's own unless another is given."""
         return self.length or policy_entry(self.policy).length

@@ -126,7 +126,7 @@ def _controller(
             in_step=port.parallel().group_size > 1,
         )
     waiting = WaitingQueue(
-        pool=_pool_of(scheduler, entry, config, lengths) if is_source else ArrivalQueue(),
+        pool=_pool_of(scheduler, config, lengths) if is_source else ArrivalQueue(),
         clock=clock,
         guard=guard,
         intake=Intake(config.target_bounds(), settings.tiers, arrivals.came_s),
@@ -208,12 +208,10 @@ def _group_of(scheduler: Any, caps: EngineCaps, guard: Guard) -> Group | Microba
     return None
 
 
-def _pool_of(
-    scheduler: Any, entry: PolicyEntry, config: Config, lengths: Lengths
-) -> OfflinePool[TrackedRequest]:
-    if entry.pool is None:
+def _pool_of(scheduler: Any, config: Config, lengths: Lengths) -> OfflinePool[TrackedRequest]:
+    pool_config = config.named_pool()
+    if pool_config is None:
         return ArrivalQueue()
-    pool_config = config.pool or entry.pool
     return TenantPool(
         make_pool=lambda: PrefixPool(
             pool_config,

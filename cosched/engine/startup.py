@@ -48,7 +48,7 @@ def describe(config: Config, server_args: Any) -> str:
     found = support(server_args, config)
     if why_sglang_evicts(resolved, config) is None:
         facts.append(f"KV evicted by {config.named_kv().eviction}")
-    is_by_arrival = config.pool is None and entry.pool is None
+    is_by_arrival = config.named_pool() is None
     facts.append(f"offline pool in {'order of arrival' if is_by_arrival else 'prefix order'}")
     facts += [f"without {what}" for what in found.without]
     return "; ".join(facts)

@@ -56,6 +56,7 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                        that is in use is not left (own addition). 0: HyGen's rule
     least_shared       tokens in common that are worth putting a due request off [tokens]
     num_buckets        length buckets, learned (Echo §6; the paper names no value). 1: HyGen's tree.
+                       Absent: as many as the policy's own pool has
     bucket_boundaries  prompt lengths [tokens] at which buckets begin, instead of learned ones
     tenant_lag_s       device time by which the tenant that is served may be ahead of the others
                        (`cosched.pool.tenants`, own addition) [s]; off: tenants are not told apart
@@ -67,7 +68,7 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     utility_ratio: float = 0.99
     patience: int = 256
     least_shared: int = 64
-    num_buckets: int = 1
+    num_buckets: int | None = None
     bucket_boundaries: tuple[int, ...] | None = None
     tenant_lag_s: float | Literal["off"] = 1.0
     deadline_margin_s: float = 600.0
@@ -77,7 +78,7 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise ConfigError(f"utility_ratio {self.utility_ratio} is not between 0 and 1")
         for name, least in (("patience", 0), ("least_shared", 1), ("num_buckets", 1)):
             value = getattr(self, name)
-            if value < least:
+            if value is not None and value < least:
                 raise ConfigError(f"{name} {value} is below {least}")
         if self.tenant_lag_s != "off" and not 0 <= self.tenant_lag_s < math.inf:
             raise ConfigError(f"tenant_lag_s {self.tenant_lag_s} is not 0 or more seconds")
@@ -155,7 +156,7 @@ class PrefixPool(Generic[P]):
         self.mix = UtilityMix(config.utility_ratio, patience=config.patience)
         self._last: tuple[P, bytes] | None = None  # the last admission and its token ids
         self.buckets: LengthBuckets[P] = LengthBuckets(
-            boundaries=config.bucket_boundaries, num_buckets=config.num_buckets
+            boundaries=config.bucket_boundaries, num_buckets=config.num_buckets or 1
         )
         self._newest_seq = -1
 

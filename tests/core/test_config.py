@@ -12,6 +12,7 @@ from cosched.errors import ConfigError
 from cosched.limits.claims import digest_of
 from cosched.memory.config import EVICTION_ORDERS
 from cosched.policies import POLICIES
+from cosched.pool.prefix_pool import PoolConfig
 
 
 def test_absent_or_empty_means_off():
@@ -64,6 +65,15 @@ def test_an_order_of_eviction_that_is_named_wins_over_the_policys(name):
     for order in EVICTION_ORDERS:
         config = parse_config(json.dumps({"policy": name, "kv": {"eviction": order}}), source="x")
         assert config.named_kv().eviction == order
+
+
+@pytest.mark.parametrize(("policy", "num"), [("cosched", 4), ("hygen", None)])
+def test_another_key_of_the_pool_leaves_the_policy_its_buckets(policy, num):
+    for pool in (None, PoolConfig(patience=3)):
+        assert Config(policy=policy, pool=pool).named_pool().num_buckets == num
+    named = Config(policy=policy, pool=PoolConfig(patience=3, num_buckets=2)).named_pool()
+    assert (named.num_buckets, named.patience) == (2, 3)
+    assert Config(policy="sarathi", pool=PoolConfig()).named_pool() is None
 
 
 def test_a_policy_of_another_package_may_name_its_order(monkeypatch):
