@@ -38,10 +38,10 @@ _INTRO = f"""\
 Made by `python -m cosched.check_config --write-page` from the structs in the code; do not edit.
 
 A server takes its configuration from the environment variable `{ENV_VAR}`: JSON, or the path of
-a JSON file. `cosched serve` makes it from `--cosched-*` flags ([operate](operate.md)); every
-other key goes there with `{ENV_VAR}`. A simulation takes the same keys with `--cosched-config`.
-A key that is left out has its default; an unknown key and a value out of range are errors that
-name them.
+a JSON file. `cosched serve` makes it from `--cosched-*` flags ([operate](operate.md)) and that
+variable. A simulation takes the same keys with `--cosched-config`. A key that is left out has its
+default, shown after `=`; one without is null. An unknown key and a value out of range are errors
+that name them.
 
 ```bash
 cosched config                                  # the keys, as below
@@ -129,19 +129,24 @@ def _default(field: types.Field) -> str:
 def page() -> str:
     """``docs/configuration.md``."""
     parts = [_INTRO]
+    shown: dict[tuple[Key, ...], str] = {}
     for path, keys in groups():
-        title = f"`{path}`" if path else "The keys"
-        parts.append(
-            f"\n## {title}\n\n| key | value | default | what it does |\n|---|---|---|---|\n"
-        )
-        for key in keys:
-            default = f"`{key.default}`" if key.default else "its keys have theirs"
-            parts.append(f"| `{key.name}` | {key.kind} | {default} | {_cell(key.text)} |\n")
+        parts.append(f"\n## {f'`{path}`' if path else 'The keys'}\n\n")
+        if as_in := shown.get(tuple(keys)):
+            parts.append(f"As in `{as_in}`.\n")
+        else:
+            shown[tuple(keys)] = path
+            parts += [_item(key) for key in keys]
     return "".join(parts)
 
 
-def _cell(text: str) -> str:
-    return text.replace("``", "`").replace("|", "\\|")
+def _item(key: Key) -> str:
+    """A key in one line. A default shows what kind of value it is, unless that is null."""
+    value = f" = `{key.default}`" if key.default not in ("", "null", "required") else ""
+    if not value or key.kind == "number or `off`":
+        kind = key.kind.removesuffix(" or null") + (", required" * (key.default == "required"))
+        value += f" ({kind})" if key.default else ""
+    return f"* `{key.name}`{value}: {key.text.replace('``', '`')}\n"
 
 
 app = new_app(

@@ -56,7 +56,7 @@ class SloConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A tier of online requests (docs/policies/cosched.md). A request has the tier with the
+    """A tier of online requests (docs/policies.md). A request has the tier with the
     greatest priority that is not above its own.
 
     name      what `service_tier` calls it: letters, digits, ``_`` and ``-``
@@ -95,7 +95,7 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class SharedPrefixConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The attention backend ``cosched_shared_prefix`` (docs/kernels.md).
+    """The attention backend ``cosched_shared_prefix`` (docs/architecture.md).
 
     inner             SGLang's attention backend for batches that share nothing; absent: fa3 on
                       Hopper, flashinfer on Ampere and Ada, triton on other GPUs
@@ -143,9 +143,9 @@ class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The keys of ``COSCHED_CONFIG``.
 
-    policy             name of the policy (docs/policies/)
+    policy             name of the policy (docs/policies.md)
     slo                targets of online requests that name none
-    tiers              tiers of online requests (docs/policies/cosched.md); absent: all have one
+    tiers              tiers of online requests (docs/policies.md); absent: all have one
     claims             class and targets that requests may claim, by API key too (docs/api.md)
     limits             how large a request may be before it is read (docs/api.md)
     access             browsers that may use the server without an API key (docs/operate.md)
@@ -156,8 +156,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                        less of both. Absent: derived from the SLO
     budgets            how it is derived
     tolerance          by how much online requests may be slower than alone, for cosched and its
-                       ablations (docs/policies/cosched.md); absent: the targets alone count
-    kv                 what is evicted first, and what offline work may take (docs/kv_memory.md)
+                       ablations (docs/policies.md); absent: the targets alone count
+    kv                 what is evicted first, and what offline work may take (docs/architecture.md)
     length             how reply lengths are predicted (`cosched.predict.lengths`); absent:
                        the policy's own
     ecoserve           what EcoServe leaves to the operator, for the policies of that name
@@ -165,16 +165,16 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                        number
     latency_model      profile of this engine that ``python -m cosched.profile measure`` wrote, for
                        policies that predict; absent: they learn while they run
-    predictor          of a paper (docs/predict.md), fitted to the iterations of latency_model;
+    predictor          of a paper (docs/architecture.md), fitted to the iterations of latency_model;
                        absent: the policy's own, mostly the predictor in that file
     strict             an error of cosched's own ends the server instead of being planned around;
                        for tests and simulations
     predictor_error    for experiments: standard deviation of a random factor on all predictions of
-                       a plan, 0 to 1 (docs/predict.md)
+                       a plan, 0 to 1 (docs/architecture.md)
     plan_early         an iteration is planned as soon as the one before it runs, as stock SGLang
                        does, in place of the last moment (docs/architecture.md)
     decision_log       file to write every decision to, for ``python -m cosched.explain``
-                       (docs/decision_log.md)
+                       (docs/operate.md)
     decision_log_mb    most that its parts take in all [MB]; the oldest part goes first
     max_offline_waiting  most offline requests that wait; those beyond are answered with HTTP 429
                        and Retry-After; absent: any number
@@ -182,7 +182,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                        requests are aborted at once (503)
     batches            OpenAI's Files and Batches on the server itself (docs/api.md)
     shared_prefix      the attention backend ``cosched_shared_prefix``, where
-                       ``--attention-backend`` names it (docs/kernels.md)
+                       ``--attention-backend`` names it (docs/architecture.md)
 
     latency_budget_ms, budgets and latency_model are read by policies with a latency budget; those
     with a token budget ignore them.

@@ -2,7 +2,7 @@
 
 cosched's own are those of the table here and of the papers' folders. Other packages add theirs as
 entry points of the group ``cosched.policies``; any object that can be imported is one by its name
-``module:attribute`` (docs/policies/own_policy.md).
+``module:attribute`` (docs/policies.md).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _cosched(name: str, summary: str, *, early: bool = False, **options: bool) -
     return PolicyEntry(
         name=name,
         summary=summary,
-        source="cosched (docs/policies/cosched.md)",
+        source="cosched (docs/policies.md)",
         make=partial(CoschedPolicy, options=CoschedOptions(**options)),
         pool=PoolConfig(num_buckets=4),
         length=MOST_FIT,

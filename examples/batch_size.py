@@ -1,4 +1,4 @@
-"""The batch size of BROS (§4.2) as a policy of one's own; docs/policies/own_policy.md."""
+"""The batch size of BROS (§4.2) as a policy of one's own; docs/policies.md."""
 
 from itertools import chain, filterfalse
 from math import inf

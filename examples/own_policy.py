@@ -1,6 +1,6 @@
 """A policy of one's own: offline requests run only while there is no chat.
 
-docs/policies/own_policy.md explains it.
+docs/policies.md explains it.
 
 cosched serve --cosched-policy own_policy:IdleOnly ...     from the folder that holds this file
 """

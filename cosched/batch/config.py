@@ -110,7 +110,7 @@ class BatchesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                     before others [s]; not above pool.deadline_margin_s
     tenant_weights  the name of an API key's owner -> its share of offline device time; KEY/TENANT,
                     where TENANT is a `metadata.tenant`, -> its share of what the key gets; TENANT:
-                    of what keys without a name get (docs/offline_pool.md); others have 1
+                    of what keys without a name get (docs/architecture.md); others have 1
     quota           limits per API key
     callbacks       who is told that a batch has ended; absent: no callbacks are sent
     owners          a name -> API keys that share files and batches, in clear text or as ``sha256:``

@@ -37,7 +37,7 @@ class SkipReason(Enum):
     prefix, which is in the cache soon).
     The policy's: latency_budget (time), batch_size (requests at once), rate_limit (requests per
     second), higher_tier (a higher tier needs the iteration), online_reserve and recompute_debt (KV
-    memory; docs/kv_memory.md).
+    memory; docs/architecture.md).
     The operator's: operator_limit.
     """
 

@@ -1,4 +1,4 @@
-"""The decision log: one line of JSON per plan, with what came of it (docs/decision_log.md).
+"""The decision log: one line of JSON per plan, with what came of it (docs/operate.md).
 
 Imports nothing of SGLang: a log can be read where SGLang is not installed.
 """

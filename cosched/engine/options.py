@@ -61,7 +61,7 @@ class ServeOptions:
         Parameter(
             name="--cosched-kv-eviction",
             metavar="NAME",
-            help=f"which KV is evicted first (docs/kv_memory.md): {', '.join(EVICTION_ORDERS)}; "
+            help=f"which KV is evicted first (docs/architecture.md): {', '.join(EVICTION_ORDERS)}; "
             "default: the policy's own, value for most",
         ),
     ] = None

@@ -257,7 +257,7 @@ class Run(_Simulations):
 
     settings: Annotated[Names, Parameter(name=("--settings", "--scenarios"))] = RUN_SETTINGS
     """policies, your own as module:Class too, and the settings below; NAME/ORDER for one that
-    evicts KV in another order (docs/kv_memory.md), such as hygen/lru"""
+    evicts KV in another order (docs/architecture.md), such as hygen/lru"""
     seeds: Seeds = 1
     """number of seeds, from --seed on: the table shows means and their 95 % intervals"""
     results: NewFolder = RESULTS

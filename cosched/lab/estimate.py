@@ -76,7 +76,7 @@ class Estimate(JsonOption):
     file: Annotated[OldFile, Parameter(metavar="FILE")] = field(kw_only=False)
     """requests (JSONL)"""
     trace: Annotated[str, Parameter(metavar="NAME|FILE")]
-    """the chats beside it: a trace or a workload (docs/workloads.md)"""
+    """the chats beside it: a trace or a workload (docs/simulation.md)"""
     rate: Positive | None = None
     """mean rate of the chats [requests/s], for a trace at most its own; default: the trace's"""
     window: str = "24h"

@@ -47,7 +47,7 @@ from cosched.memory.config import ENGINE_ORDERS, EVICTION_ORDERS
 from cosched.policies import policy_entry, without_tolerance
 
 _ORDERS = (
-    f"which KV is evicted first: {', '.join(EVICTION_ORDERS)} (docs/kv_memory.md); with stock "
+    f"which KV is evicted first: {', '.join(EVICTION_ORDERS)} (docs/architecture.md); with stock "
     f"scheduling {', '.join(ENGINE_ORDERS)}; default: kv.eviction of --cosched-config, or the "
     "policy's own, value for most; with stock scheduling SGLang's"
 )

@@ -88,7 +88,7 @@ class TrialOptions(JsonOption):
     admin_api_key: Annotated[str | None, Parameter(metavar="KEY")] = None
     """its operator's key"""
     chat: Annotated[str | None, Parameter(metavar="NAME|FILE")] = None
-    """a trace, a file of requests (JSONL) or a workload (docs/workloads.md); default: azure-like,
+    """a trace, a file of requests (JSONL) or a workload (docs/simulation.md); default: azure-like,
     for the small model demo-chat"""
     rate: Positive | None = None
     """mean requests per second of chat; default: a trace's own, else --load"""

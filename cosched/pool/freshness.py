@@ -3,7 +3,7 @@
 Serving in prefix order alone starves what shares nothing. HyGen tosses a coin for each pick: the
 head of the depth-first order with probability `utility_ratio`, else the most stale request. Here
 the coin is an account, so that every rank of a server decides alike and a bound can be stated
-(docs/offline_pool.md).
+(docs/architecture.md).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from cosched.errors import ConfigError, choices
 TOLERANCE_METAVAR = "ttft=5%,tpot=5%"
 TOLERANCE_HELP = (
     "maximum increase of mean and p99 of online requests over the isolated baseline, for cosched "
-    "and its ablations (docs/policies/cosched.md); either key may be left out"
+    "and its ablations (docs/policies.md); either key may be left out"
 )
 
 MOST = 10.0
@@ -23,7 +23,7 @@ MOST = 10.0
 
 class ToleranceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """By what share mean and p99 of the online requests may be above what these would have alone
-    (docs/policies/cosched.md); absent: nothing is promised of it.
+    (docs/policies.md); absent: nothing is promised of it.
 
     ttft  of the time to the first token; 0.05 is 5 %
     tpot  of the time per output token after it

@@ -177,9 +177,9 @@ async def _in_form(request: Any, error: HTTPException) -> Any:
 def announce_ready(
     original: Any, server_args: Any, launch_callback: Any = None, **options: Any
 ) -> None:
-    """SGLang's warm-up sends a request to its own address. If another server has the port, that one
-    answers, and a server that then fails is called ready. Here this process must listen itself.
-    The log then shows cosched's policy, targets and two requests to try."""
+    """The server is called ready once this process itself listens, and the log shows cosched's
+    policy, targets and two requests to try. SGLang's warm-up sends a request to its own address: if
+    another server has the port, that one answers, and a server that then fails is called ready."""
     config = load_config()
     if config is None:
         original(server_args, launch_callback, **options)
@@ -338,16 +338,16 @@ async def open_session(original: Any, manager: Any, obj: Any, request: Any = Non
 
 
 async def close_session(original: Any, manager: Any, obj: Any, request: Any = None) -> Any:
-    """Another key's session is closed as little as an unknown one; stock answers 200 to both."""
+    """Only the API key that opened a session closes it; stock answers 200 to every key."""
     obj.session_id = with_owner(obj.session_id)
     return await original(manager, obj, request)
 
 
 def check_values(manager: Any, obj: Any, input_ids: Any) -> None:
-    """SGLang does not check the types of its sampling parameters: a string as a ``logit_bias``
-    raises in the scheduler and ends the server. What depends on the tokens of the prompt is checked
-    here too: an empty prompt would never be answered, ``logprob_start_len`` must be within it. The
-    next offline request may be prepared."""
+    """The types of sampling parameters are checked, and what depends on the tokens of the prompt:
+    it must not be empty, ``logprob_start_len`` must be within it. In stock a string as a
+    ``logit_bias`` raises in the scheduler and ends the server. The next offline request may be
+    prepared."""
     is_prepared()
     try:
         limit_reply(obj, len(input_ids or ()), manager)

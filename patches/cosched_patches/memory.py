@@ -18,9 +18,9 @@ from cosched_patches.seam import Seam, after, around
 
 
 def retract_offline_first(order: list[int], reqs: list[Any]) -> list[int]:
-    """A safety net for when decoding itself runs out of KV memory: policies preempt offline
-    requests before. Stock would retract the shortest outputs, which are online ones.
-    (sgl-project/sglang#26248)"""
+    """When decoding itself runs out of KV memory, offline requests are retracted first: a safety
+    net, as policies preempt them before. Stock would retract the shortest outputs, which are online
+    ones. (sgl-project/sglang#26248)"""
     if planning_config() is None:
         return order
     # From most to least worth keeping; the sort is stable within a class.

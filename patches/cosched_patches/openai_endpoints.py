@@ -48,8 +48,9 @@ def own_responses(_: None, serving: Any, *__: Any, **___: Any) -> None:
 
 
 def parse_required_calls(original: Any, serving: Any, request: Any) -> bool:
-    """With ``tool_choice`` required, or a function named in it, SGLang's grammar allows only calls,
-    as JSON. Stock returns them as text unless the server has a ``--tool-call-parser``."""
+    """Tool calls are parsed where ``tool_choice`` requires them or names a function: SGLang's
+    grammar then allows only calls, as JSON. Stock returns them as text unless the server has a
+    ``--tool-call-parser``."""
     is_required = request.tool_choice == "required" or not isinstance(request.tool_choice, str)
     if serving.tool_call_parser or not request.tools or not is_required:
         return bool(original(serving, request))

@@ -98,17 +98,17 @@ def take_over(original: Any, scheduler: Any, server_args: Any, *args: Any, **kwa
 
 
 def wait_for_requests(scheduler: Any, *_: Any, **__: Any) -> None:
-    """Under the overlap scheduler SGLang plans an iteration as soon as the previous one has begun.
-    Here requests are received just before the next iteration must be planned, so that its plan
-    includes those that arrive in between."""
+    """Requests are received just before the next iteration must be planned, so that its plan
+    includes recent ones. Under the overlap scheduler SGLang plans an iteration as soon as the
+    previous one has begun."""
     controller = _controller(scheduler)
     if controller is not None:
         controller.wait_for_requests()
 
 
 def receive(original: Any, scheduler: Any, recv_req: Any, **kwargs: Any) -> None:
-    """A value that SGLang does not check raises while the request is built. It ends that request
-    with the reason; stock ends the scheduler and all its requests."""
+    """An exception while a request is built ends that request with the reason; stock ends the
+    scheduler and all its requests."""
     handle = partial(original, scheduler, recv_req, **kwargs)
     faults = _faults(scheduler)
     if faults is None:
@@ -118,8 +118,8 @@ def receive(original: Any, scheduler: Any, recv_req: Any, **kwargs: Any) -> None
 
 
 def check_bounds(original: Any, scheduler: Any, recv_req: Any, *args: Any, **kwargs: Any) -> None:
-    """Requests come from several front ends: HTTP, gRPC, a program around the engine, batches. The
-    bounds of the HTTP side hold here for all of them."""
+    """The bounds of fields hold for requests of all front ends: HTTP, gRPC, a program around the
+    engine, batches."""
     try:
         check_received(recv_req, scope_of(scheduler))
     except RequestError as error:
@@ -130,7 +130,7 @@ def check_bounds(original: Any, scheduler: Any, recv_req: Any, *args: Any, **kwa
 
 def keep_owner(refusal: Any, coordinator: Any, req: Any, recv_req: Any) -> Any:
     """A beam search keeps its targets and its owner. Stock gives it sampling parameters of its own,
-    the only ones that the scheduler makes: its cost would be nobody's."""
+    the only ones that the scheduler makes: its cost would have no owner."""
     custom = recv_req.sampling_params.custom_params
     if isinstance(custom, dict):
         kept = {key: custom[key] for key in (PARAMS_KEY, SERVER_KEY) if key in custom}
@@ -139,10 +139,10 @@ def keep_owner(refusal: Any, coordinator: Any, req: Any, recv_req: Any) -> Any:
 
 
 def limit_online_queue(original: Any, scheduler: Any, recv_req: Any) -> bool:
-    """``--max-queued-requests`` protects online latency. Stock counts offline requests too, answers
-    them with 503, and aborts waiting ones for requests of higher priority. Offline requests have
-    ``--cosched-max-offline-waiting``; a server that is shutting down takes none.
-    (sgl-project/sglang#8743)"""
+    """``--max-queued-requests`` counts and refuses online requests only. Stock counts offline
+    requests too, answers them with 503, and aborts waiting ones for requests of higher priority.
+    Offline requests have ``--cosched-max-offline-waiting``; a server that is shutting down takes
+    none. (sgl-project/sglang#8743)"""
     if _is_offline(recv_req):
         gate = getattr(scheduler, "cosched_offline", None)
         return gate is not None and gate.turns_away(recv_req)
@@ -261,16 +261,16 @@ def count_paused_adapters(
 
 
 def count_penalties(original: Any, batch: Any) -> None:
-    """A decode adds the latest token of each request to what its penalties count. Requests that
-    were paused, or preempted and resumed, would miss tokens."""
+    """Penalties count the tokens of requests that were paused, or preempted and resumed. A decode
+    adds only the latest token of each request, so these would miss tokens."""
     if not count_outputs(batch):
         original(batch)
 
 
 def complete_batch(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-    """Partial decode: SGLang decodes its whole running batch or none of it. An iteration of cosched
-    may decode a part; all other code must see the whole running batch. An exception while a batch
-    is built is attributed to a request (`cosched.engine.faults`)."""
+    """Partial decode: an iteration may decode a part of the running batch, and all other code sees
+    the whole. SGLang decodes its whole running batch or none of it. An exception while a batch is
+    built is attributed to a request (`cosched.engine.faults`)."""
 
     def build() -> Any:
         plan = original(scheduler, *args, **kwargs)
@@ -313,8 +313,8 @@ def decode_part(original: Any, scheduler: Any, batch: Any) -> Any:
 
 
 def drop_unreachable(original: Any, scheduler: Any) -> None:
-    """Prefill servers: SGLang takes requests whose decode server is gone out of the queue, which it
-    replaces by a new list."""
+    """Prefill servers: requests whose decode server is gone leave the queue, which SGLang replaces
+    by a new list."""
     waiting = scheduler.waiting_queue
     if not isinstance(waiting, WaitingQueue):
         original(scheduler)
@@ -346,8 +346,8 @@ def launch(original: Any, scheduler: Any, batch: Any, *args: Any, **kwargs: Any)
 
 
 def sample(original: Any, scheduler: Any, batch_result: Any, cur_batch: Any) -> Any:
-    """With grammars under the overlap scheduler, sampling is launched apart from the forward pass.
-    An exception in it is attributed to a request."""
+    """An exception in sampling is attributed to a request. With grammars under the overlap
+    scheduler, sampling is launched apart from the forward pass."""
     faults = _faults(scheduler)
     run = partial(original, scheduler, batch_result, cur_batch)
     return run() if faults is None else faults.sample(run, cur_batch)

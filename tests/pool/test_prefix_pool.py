@@ -38,7 +38,7 @@ CONFIGS = {
 
 
 def max_passed_over(config, num_older):
-    """After how many admissions of others a request goes at the latest (docs/offline_pool.md).
+    """After how many admissions of others a request goes at the latest (docs/architecture.md).
     num_older: older requests that waited when it came, and those that came back since."""
     share = 1 - Fraction(config.utility_ratio).limit_denominator(1000)
     return math.ceil((num_older + 1) / share) - 1 + config.patience * (num_older + 1)

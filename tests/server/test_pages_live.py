@@ -63,10 +63,6 @@ CHANGED = {
     "cosched config --model-path meta-llama": ("meta-llama/Llama-3.1-8B-Instruct", "MODEL"),
     "cosched simulate": ("--duration 600", "--duration 4"),
     "cosched bench run --settings s0,s1": ("--duration 200", "--duration 1"),
-    "cosched bench run --settings s0,priority": (
-        "--duration 900 --data-dir DIR",
-        "--duration 1",
-    ),
     "cosched bench suite yardstick": (
         "yardstick --scenarios 'h100-8b/i,h100-8b/iii' --data-dir DIR",
         "quick --scenarios questions --settings s0,cosched",

@@ -358,7 +358,7 @@ def _find_file(name: str, data_dir: Path, relative: str) -> Path:
 
 
 def workload_table() -> str:
-    """The table of workloads in docs/workloads.md, in Markdown."""
+    """The table of workloads in docs/simulation.md, in Markdown."""
     lines = ["| name | role | what it is | limit | reads |", "|---|---|---|---|---|"]
     for name, named in sorted(WORKLOADS.items()):
         roles = " or ".join(role.value for role in named.classes)

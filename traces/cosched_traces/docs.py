@@ -1,4 +1,4 @@
-"""The tables in ``docs/workloads.md`` that are made from the code.
+"""The tables in ``docs/simulation.md`` that are made from the code.
 
 ``python -m cosched_traces.docs``, run from the root of the repository, writes them into the page,
 each between ``<!-- name -->`` and ``<!-- /name -->``. A test checks that they are current.
@@ -12,7 +12,7 @@ from cosched_traces.catalogue import workload_table
 from cosched_traces.datasets import dataset_table
 from cosched_traces.formats import format_table
 
-PATH = Path("docs/workloads.md")
+PATH = Path("docs/simulation.md")
 
 TABLES = {"workloads": workload_table, "formats": format_table, "datasets": dataset_table}
 

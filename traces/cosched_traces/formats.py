@@ -242,7 +242,7 @@ def _whole(path: Path, line: int, column: str, text: str) -> int:
 
 
 def format_table() -> str:
-    """The table of formats in docs/workloads.md, in Markdown."""
+    """The table of formats in docs/simulation.md, in Markdown."""
     lines = ["| format | what it is | shows by |", "|---|---|---|"]
     for name, known in FORMATS.items():
         marks = ", ".join(f"`{mark}`" for mark in known.marks)

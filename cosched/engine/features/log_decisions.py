@@ -1,4 +1,4 @@
-"""Writes the decision log of a scheduler that plans (docs/decision_log.md)."""
+"""Writes the decision log of a scheduler that plans (docs/operate.md)."""
 
 from __future__ import annotations
 

@@ -1,2 +1,2 @@
 """What an iteration takes: the ground truth of the virtual clock, from kernel tables or a roofline
-(docs/cost_models.md)."""
+(docs/simulation.md)."""

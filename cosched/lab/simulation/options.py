@@ -61,7 +61,7 @@ DATA_ENV = "COSCHED_DATA"
 
 _MACHINE, _COST = Machine(), CostSpec()
 
-_WORKLOAD_SECTION = section("Workload (docs/workloads.md)")
+_WORKLOAD_SECTION = section("Workload (docs/simulation.md)")
 _RUN_SECTION = section("Run")
 _MACHINE_SECTION = section("Simulated machine")
 _COST_SECTION = section("Iteration times of the simulated machine")

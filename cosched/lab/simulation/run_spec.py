@@ -63,7 +63,7 @@ class CostSpec:
     noise_sigma          standard deviation of the log of a random factor on each iteration's time
     profile              measured profile, for the cost model ``profile``
     device_overheads     what launches add to the time of their kernels, by attention backend
-                         (docs/cost_models.md); auto: SGLang's default backend for the GPU. The
+                         (docs/simulation.md); auto: SGLang's default backend for the GPU. The
                          next five replace single values
     launch_ms            host time from a launch to its first kernel [ms]
     eager_layer_ms       host time to launch a layer of an iteration with a prefill [ms]
@@ -108,7 +108,7 @@ class RunSpec:
     cap             offline requests in flight, if the setting has a static cap
     max_concurrency maximum number of offline requests in flight, if it has an AIMD gateway
     clairvoyant     max_tokens of each request is the length of its reply, so that every policy
-                    knows all lengths; else it is the maximum of the data set (docs/workloads.md)
+                    knows all lengths; else it is the maximum of the data set (docs/simulation.md)
     most_misses     the run stops once more online requests than this have missed a target; None:
                     never
     jct             deadline of online requests by their length (EcoServe §4)

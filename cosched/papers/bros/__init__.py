@@ -1,4 +1,4 @@
-"""BROS (docs/policies/bros.md).
+"""BROS (docs/policies.md).
 
 policy.py       the steps of a plan (§4, Algorithm 1)
 order.py        online requests by residual time, the limit of the iteration (lines 3 and 4)

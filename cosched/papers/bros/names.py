@@ -1,4 +1,4 @@
-"""BROS's policies by name (docs/policies/bros.md)."""
+"""BROS's policies by name (docs/policies.md)."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ Steps (Alg. 1): `OnlineOrder` (lines 3 and 4), `take_online` (5 to 14), `add_off
 the most requests in an iteration, doubles after one in which all online requests fit, up to the
 request slots, and is 128 again after another (the early return).
 
-Deviations from the paper, with reasons: docs/policies/bros.md.
+Deviations from the paper, with reasons: docs/policies.md.
 """
 
 from __future__ import annotations

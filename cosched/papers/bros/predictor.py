@@ -1,4 +1,4 @@
-"""BROS's predictor of iteration times (docs/predict.md)."""
+"""BROS's predictor of iteration times (docs/architecture.md)."""
 
 from __future__ import annotations
 

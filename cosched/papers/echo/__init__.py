@@ -1,4 +1,4 @@
-"""Echo (docs/policies/echo.md).
+"""Echo (docs/policies.md).
 
 policy.py     offline admission by benefit per predicted second (§4.1, §6); candidates are found by
               `cosched.schedule.candidates`

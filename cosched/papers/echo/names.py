@@ -1,4 +1,4 @@
-"""Echo's policies by name: the ladder of §7.1 (docs/policies/echo.md)."""
+"""Echo's policies by name: the ladder of §7.1 (docs/policies.md)."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ Which KV goes first is the order of eviction's to decide (``echo-bs+e+s+m``: tha
 plan knows which prefixes its candidates would reuse and how much room is left: evictions count as
 punishment once everything else is gone.
 
-Deviations from the paper, with reasons: docs/policies/echo.md.
+Deviations from the paper, with reasons: docs/policies.md.
 """
 
 from __future__ import annotations

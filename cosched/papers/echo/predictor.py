@@ -1,4 +1,4 @@
-"""Echo's predictor of iteration times (docs/predict.md)."""
+"""Echo's predictor of iteration times (docs/architecture.md)."""
 
 from __future__ import annotations
 

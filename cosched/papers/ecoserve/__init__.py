@@ -1,4 +1,4 @@
-"""EcoServe (docs/policies/ecoserve.md).
+"""EcoServe (docs/policies.md).
 
 policy.py        the steps of a plan (§3, Algorithm 1)
 work.py          which generations run, and what is promised to them

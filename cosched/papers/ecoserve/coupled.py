@@ -13,7 +13,7 @@ Bad          KV that is set aside and not used yet keeps others out (`MAX`, `EXA
 Parameters   `CoupledOptions`; the target forward size follows from the predictor
              (`cosched.papers.ecoserve.forward_size`).
 
-Deviations: docs/policies/ecoserve.md#baselines.
+Deviations: docs/policies.md.
 """
 
 from __future__ import annotations

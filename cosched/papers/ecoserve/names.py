@@ -1,4 +1,4 @@
-"""EcoServe's policies and baselines by name (docs/policies/ecoserve.md)."""
+"""EcoServe's policies and baselines by name (docs/policies.md)."""
 
 from __future__ import annotations
 

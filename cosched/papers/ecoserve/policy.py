@@ -5,7 +5,7 @@ Idea         a prompt (PT) takes KV for itself alone. Once computed it waits as 
              runs to its end without an allocation that could fail. GTs of one length run as a
              group and end together, so the next ones are chosen seldom. What a GT will need only
              later it lends: a shorter one runs there and ends before.
-Assumptions  lengths are predicted well enough (docs/predict.md); prefill and decode share an
+Assumptions  lengths are predicted well enough (docs/architecture.md); prefill and decode share an
              iteration; a running request can pause with its KV kept; what matters of a request is
              when it is complete.
 Good         no preemptions and no recomputing while predictions hold; all memory is in use.
@@ -24,7 +24,7 @@ Steps of a plan (Alg. 1)
 4. `add_prompts`: prompts in order until the iteration has the target forward size.
 
 The order of both queues (§3.3) is `Work.order`; where the next entry does not fit, the longest that
-does is found by binary search. Deviations from the paper, with reasons: docs/policies/ecoserve.md.
+does is found by binary search. Deviations from the paper, with reasons: docs/policies.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""HyGen (docs/policies/hygen.md).
+"""HyGen (docs/policies.md).
 
 policy.py     two phases over a budget of predicted time (§4.1, Algorithms 1 and 3); the phases are
               `cosched.schedule.phases`, the offline order is the pool's (`cosched.pool`)

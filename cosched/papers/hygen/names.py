@@ -1,4 +1,4 @@
-"""HyGen's policies by name (docs/policies/hygen.md)."""
+"""HyGen's policies by name (docs/policies.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HyGen's predictor of iteration times (docs/predict.md)."""
+"""HyGen's predictor of iteration times (docs/architecture.md)."""
 
 from __future__ import annotations
 

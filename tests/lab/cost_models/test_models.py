@@ -72,7 +72,7 @@ def test_more_work_is_never_cheaper(toy, fitted, name, prefills, decodes, tokens
 
 
 def test_many_questions_on_one_document_are_read_2_times_as_fast():
-    """By bytes over bandwidth alone 13.4 ms become 4.0 (docs/kernels.md)."""
+    """By bytes over bandwidth alone 13.4 ms become 4.0 (docs/architecture.md)."""
     batch = BatchShape(decodes=[10_200] * 32, num_repeated=31 * 10_000)
     each, once = (
         roofline(gpu=GPUS["H200"], prefix_reads=PrefixReads(way)).iteration_s(batch)
