@@ -99,8 +99,8 @@ class SharedPrefixConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 
     inner             SGLang's attention backend for batches that share nothing; absent: fa3 on
                       Hopper, flashinfer on Ampere and Ada, triton on other GPUs
-    min_saved_tokens  a batch is shared when that saves so many reads of KV tokens in an iteration;
-                      absent: where a model of the device says that it pays
+    min_saved_tokens  share a batch if that saves so many reads of KV tokens in an iteration;
+                      absent: by a model of the device
     device_model      file with that model, ``picker.json`` of ``scripts/gpu_profile``; absent: an
                       H200 that was measured
     """
@@ -117,11 +117,10 @@ class SharedPrefixConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How large a request may be before it is read (docs/api.md).
 
-    chars_per_token  most characters of one text for each token of the context; a longer text is
-                     refused before it is tokenized
+    chars_per_token  most characters of a text per token of the context
     body_mb          most that the JSON body of a request may have [MB of 1,000,000 bytes]; absent:
-                     4, and 64 bytes for each token of the context, and 64 MB more where the model
-                     takes images, sound or video
+                     4, plus 64 bytes per token of the context, plus 64 MB where the model takes
+                     images, sound or video
     """
 
     chars_per_token: int = 16
@@ -151,33 +150,31 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     access             browsers that may use the server without an API key (docs/operate.md)
     pool               order of the offline pool, for policies that keep it in prefix order; absent:
                        the policy's own
-    latency_budget_ms  most predicted milliseconds of an iteration while an online request runs or
-                       waits in time; otherwise `budgets.idle_share` bounds it, with `bros` the
-                       less of both. Absent: derived from the SLO
-    budgets            how it is derived
+    latency_budget_ms  most predicted time of an iteration while an online request runs or waits in
+                       time [ms]; absent: derived from the targets
+    budgets            how iteration times are derived from the targets
     tolerance          by how much online requests may be slower than alone, for cosched and its
-                       ablations (docs/policies.md); absent: the targets alone count
+                       ablations (docs/policies.md); absent: only targets count
     kv                 what is evicted first, and what offline work may take (docs/architecture.md)
     length             how reply lengths are predicted (`cosched.predict.lengths`); absent:
                        the policy's own
     ecoserve           what EcoServe leaves to the operator, for the policies of that name
     offline_rate       most offline requests admitted per second, for hygen-throttled; absent: any
                        number
-    latency_model      profile of this engine that ``python -m cosched.profile measure`` wrote, for
-                       policies that predict; absent: they learn while they run
-    predictor          of a paper (docs/architecture.md), fitted to the iterations of latency_model;
-                       absent: the policy's own, mostly the predictor in that file
+    latency_model      profile of this engine (``python -m cosched.profile measure``) that
+                       predictors start from; absent: they learn while they run
+    predictor          form of a paper's predictor (docs/architecture.md), fitted to latency_model;
+                       absent: the policy's own
     strict             an error of cosched's own ends the server instead of being planned around;
                        for tests and simulations
     predictor_error    for experiments: standard deviation of a random factor on all predictions of
                        a plan, 0 to 1 (docs/architecture.md)
-    plan_early         an iteration is planned as soon as the one before it runs, as stock SGLang
-                       does, in place of the last moment (docs/architecture.md)
-    decision_log       file to write every decision to, for ``python -m cosched.explain``
-                       (docs/operate.md)
-    decision_log_mb    most that its parts take in all [MB]; the oldest part goes first
-    max_offline_waiting  most offline requests that wait; those beyond are answered with HTTP 429
-                       and Retry-After; absent: any number
+    plan_early         plan an iteration as soon as the one before it runs, not at the last moment
+                       (docs/architecture.md)
+    decision_log       file for every decision, read by ``cosched explain`` (docs/operate.md)
+    decision_log_mb    most that its parts take together [MB]
+    max_offline_waiting  most offline requests that wait; further ones get HTTP 429 and Retry-After;
+                       absent: any number
     drain_s            after SIGTERM, most seconds that online requests under way may take; offline
                        requests are aborted at once (503)
     batches            OpenAI's Files and Batches on the server itself (docs/api.md)

@@ -26,12 +26,11 @@ def _check(name: str, value: float | None, *, at_least: int | None = None) -> No
 class QuotaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Limits per API key; new files and batches beyond them are refused with HTTP 429.
 
-    max_open_batches   most batches that have not ended, of an API key; where the server does not
-                       isolate keys, of one ``metadata.tenant``; absent: no limit
-    max_waiting_lines  most lines without a result in those batches; absent: no limit
-    max_stored_mb      most that the files of an API key may have together, results included and
-                       1,000 bytes more for each [MB of 1,000,000 bytes]; results are never refused;
-                       absent: no limit
+    max_open_batches   most batches of an API key that have not ended; where the server does not
+                       isolate keys, of one ``metadata.tenant``
+    max_waiting_lines  most lines without a result in those batches
+    max_stored_mb      most that the files of an API key take together [MB of 1,000,000 bytes],
+                       results included and 1,000 bytes more for each; results are never refused
     """
 
     max_open_batches: int | None = None
@@ -51,21 +50,20 @@ class CallbacksConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Who is told that a batch has ended (docs/api.md). Callbacks are signed with a secret:
     ``whsec_`` and 24 to 64 bytes in base64.
 
-    secret_file     file with the secret, absent: the environment variable
-                    ``COSCHED_CALLBACK_SECRET``. Of several secrets in it each signs, so that one
-                    can replace another
-    owner_secret_files  name of an API key's owner in `owners` -> file with the secret that signs
-                    the callbacks of its batches instead
-    urls            are told of every batch
+    secret_file     file with the secret; absent: the environment variable
+                    ``COSCHED_CALLBACK_SECRET``. Each of several secrets in it signs
+    owner_secret_files  name of an API key's owner -> file with the secret for the callbacks of its
+                    batches
+    urls            URLs that are told of every batch
     allow_client_urls  ``metadata.callback_url`` of a batch is told of its end too
     allow_http      URLs may begin with ``http://``
-    allow_networks  addresses that may be called although they are private, loopback or link-local:
-                    ``10.1.0.0/16``, ``::1/128``
-    timeout_s       most seconds of an attempt, from the host name to the status of the answer
-    retry_s         pause after the first attempt that fails; it doubles up to an hour, less up to
-                    half of it by chance [s]
+    allow_networks  private, loopback or link-local addresses that may be called: ``10.1.0.0/16``,
+                    ``::1/128``
+    timeout_s       most seconds of an attempt
+    retry_s         pause after the first failed attempt; it doubles up to an hour, less up to half
+                    of it by chance [s]
     give_up_h       how long after the end of a batch attempts go on [h]
-    max_at_once     most attempts at a time; of a host there is one
+    max_at_once     most attempts at a time; to a host one
     """
 
     secret_file: str | None = None
@@ -93,33 +91,31 @@ class CallbacksConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 class BatchesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The Batch API of the server (docs/api.md).
 
-    folder          for files, and for the database unless `url` is given: a folder, or a URL that
-                    fsspec knows (``s3://BUCKET/PATH``), which needs `url`; off: no Batch API;
-                    absent: a folder in the user's data directory if ``cosched serve`` starts the
-                    server, off if another program does
+    folder          for files, and for the database unless `url` is given: a folder, or a URL of
+                    fsspec (``s3://BUCKET/PATH``), which needs `url`; off: no Batch API; absent: the
+                    user's data directory with ``cosched serve``, else off
     url             of the database: ``postgresql://USER@HOST/DATABASE``, which several servers with
-                    one `folder` may share, or ``sqlite:///FILE``; absent: an SQLite file in
-                    `folder`, for one server at a time
+                    one `folder` may share, or ``sqlite:///FILE``; absent: SQLite in `folder`, for
+                    one server at a time
     max_file_mb     most that an uploaded file may have [MB of 1,000,000 bytes]
     max_lines       most lines of a batch
     max_line_bytes  most bytes of one line
-    high_watermark  most lines at the scheduler, waiting or running: it chooses among them, and a
-                    restart repeats them
-    low_watermark   lines left at which more are taken from the store, a page at a time
-    late_margin_s   a batch is late if its expected end leaves less than this of its window: it goes
-                    before others [s]; not above pool.deadline_margin_s
-    tenant_weights  the name of an API key's owner -> its share of offline device time; KEY/TENANT,
-                    where TENANT is a `metadata.tenant`, -> its share of what the key gets; TENANT:
-                    of what keys without a name get (docs/architecture.md); others have 1
+    high_watermark  most lines at the scheduler, waiting or running; a restart repeats them
+    low_watermark   lines left at which more are taken from the store
+    late_margin_s   a batch is late if its expected end leaves less than this of its window, and
+                    goes before others [s]; not above pool.deadline_margin_s
+    tenant_weights  shares of offline device time (docs/architecture.md): name of an API key's owner
+                    -> its share; KEY/TENANT -> share of what the key gets; TENANT: of keys without
+                    a name; others have 1
     quota           limits per API key
-    callbacks       who is told that a batch has ended; absent: no callbacks are sent
+    callbacks       which URLs are told that a batch has ended; absent: none
     owners          a name -> API keys that share files and batches, in clear text or as ``sha256:``
-                    and the hex digest. They are kept under the first key: add a new key at the end,
-                    and keep the first one even when it is no longer valid
-    isolate_keys    files and batches are visible only with the API key that made them; absent: if
-                    the server has an ``--api-key``, or `owners` names keys
-    lease_s         a server of a shared store is dead after this time without a heartbeat, and
-                    others answer its lines [s]
+                    and the hex digest. The first key keeps them: add new keys at the end, and keep
+                    the first one
+    isolate_keys    files and batches are visible only with the API key that made them; absent: with
+                    ``--api-key`` or `owners`
+    lease_s         a server of a shared store counts as dead after this time without a heartbeat
+                    [s]
     keep_ended_days  how long a batch and its results are kept after its end [days]; absent: forever
     """
 

@@ -19,7 +19,7 @@ _telling: set[asyncio.Task[None]] = set()
 
 
 def note_released(manager: Any, request_states: dict[str, Any]) -> None:
-    """Notes what lines of a cancelled batch have cost, known once the scheduler has aborted them."""
+    """Notes the cost of a cancelled batch's lines, known when the scheduler has aborted them."""
     known = manager.rid_to_state
     sent = [s for rid, s in request_states.items() if s.dispatched and known.get(rid) is s]
     setattr(manager, _RELEASED, sent)

@@ -65,17 +65,17 @@ class TargetLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class KeyClaims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What requests with one API key may have.
 
-    name           of its owner, in what requests cost (docs/operate.md); absent: that in
+    name           of its owner, in what requests cost (docs/operate.md); absent: the name in
                    `batches.owners`, or the first digits of its digest
-    request_class  the class of all of them, whatever they ask for
-    tiers          names of the tiers that its online requests may claim; a request that claims
-                   another gets the next lower one of these, or the lowest. Absent: all, and for
-                   ``*`` the tier of requests that claim none and those below it
-    floors         of their targets, if above the server's
-    ceilings       of their targets, if below the server's
+    request_class  the class of all its requests, whatever they ask for
+    tiers          tiers that its online requests may claim; a request that claims another gets the
+                   next lower one of these, or the lowest. Absent: all, and for `*` the tier of
+                   requests that claim none and those below it
+    floors         floors of their targets, if above the server's
+    ceilings       ceilings of their targets, if below the server's
     max_online     most online sequences in flight at a time; one more gets 429
-    max_offline    most offline sequences in flight, waiting or running; one more gets 429. Lines of
-                   batches wait in the store and are not counted; 0 means no batches either
+    max_offline    most offline sequences in flight; one more gets 429. Lines of batches are not
+                   counted; 0 means no batches either
     max_running_offline  most offline requests of its owner that run at a time, lines of batches
                    included; others wait
     """
@@ -110,9 +110,8 @@ class KeyClaims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What clients may ask for.
 
-    floor_ratio  if `floors` has no TTFT or TPOT: this share of the server's own target. The
-                 tightest target of a batch paces all of it, so 0.001 ms would stop all others; with
-                 a quarter a client can still ask for four times the server's pace
+    floor_ratio  floor of TTFT and TPOT where `floors` names none, as a share of the server's own
+                 targets. The tightest target of a batch paces all of it
     floors       tightest targets; absent, a deadline's is that of TTFT
     ceilings     loosest targets
     ignore       signs of class and targets that are not read (docs/api.md)

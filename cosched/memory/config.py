@@ -20,23 +20,20 @@ RESERVATIONS = ("cosched", "echo")
 class KvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is evicted first, and what offline work may take.
 
-    eviction        value: the least value per token, by future references and learned reuse;
-                    echo: the order of Echo §4.2; lru, slru, priority: SGLang's; None: the policy's
-                    own (`cosched.policies.PolicyEntry.eviction`)
+    eviction        value: least expected value per token first; echo: the order of Echo §4.2; lru,
+                    slru, priority: SGLang's; absent: the policy's own
     reserve         keep what online requests are expected to need from offline ones (Echo §5.3)
-    reservation     cosched: the demand counts contexts that are expected back, and at least the
-                    demand of now is kept; echo: mean plus deviations of what online requests hold,
-                    as published
-    deviations      of their demand above its mean that are kept
-    window_s        over which the demand is looked at [s]
-    recompute_share share of the device's time that may go into recomputing after preemptions;
-                    beyond it no offline request is admitted beside one that runs
-    late_weight     how much more a second weighs that makes an online request miss its target
-    horizon_s       within which a context is expected back that is counted as demand [s]
+    reservation     cosched: demand counts contexts that are expected back, and at least the current
+                    demand is kept; echo: as published
+    deviations      deviations above the mean of online demand that are kept
+    window_s        over which demand is measured [s]
+    recompute_share share of the device's time that recomputing after preemptions may take; beyond
+                    it no offline request is admitted beside a running one
+    late_weight     weight of a second that makes an online request miss its target
+    horizon_s       within which an expected return counts as demand [s]
     half_life_s     after which an observed return counts half [s]
-    host_bandwidth_gb_s  of copies to host memory and back [GB/s of each GPU]
-    bidirectional_pages  the last pages of an online and an offline request may be one (BROS §5.1),
-                    with page sizes above 1
+    host_bandwidth_gb_s  of copies to host memory and back [GB/s per GPU]
+    bidirectional_pages  an online and an offline request may share their last page (BROS §5.1)
     """
 
     eviction: str | None = None

@@ -49,20 +49,19 @@ _DEADLINE_TOLERANCE = 0.1
 class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the pool orders what waits.
 
-    utility_ratio      part of the picks that follow prefix order, 0 to 1; the others go to the
-                       oldest request (HyGen §4.3, App. A.2; the paper names no value). 1: requests
-                       that share nothing may starve. 0: first come, first served. To the millionth.
-    patience           admissions in a row that may put a due request off, so that a shared prefix
-                       that is in use is not left (own addition). 0: HyGen's rule
-    least_shared       tokens in common that are worth putting a due request off [tokens]
-    num_buckets        length buckets, learned (Echo §6; the paper names no value). 1: HyGen's tree.
-                       Absent: as many as the policy's own pool has
+    utility_ratio      share of picks in prefix order, 0 to 1; the others go to the oldest request
+                       (HyGen §4.3). 1: requests that share nothing may starve. 0: first come, first
+                       served
+    patience           admissions in a row that may precede a due request, so that a shared prefix
+                       in use is finished. 0: HyGen's rule
+    least_shared       tokens in common that justify that [tokens]
+    num_buckets        length buckets, learned (Echo §6); absent: as many as the policy's own pool
+                       has. 1: HyGen's tree
     bucket_boundaries  prompt lengths [tokens] at which buckets begin, instead of learned ones
-    tenant_lag_s       device time by which the tenant that is served may be ahead of the others
-                       (`cosched.pool.tenants`, own addition) [s]; off: tenants are not told apart
-    deadline_margin_s  a request is urgent where less time than this would be left until its
-                       deadline after all the work that is due before it, at the rate of late (own
-                       addition) [s]
+    tenant_lag_s       device time by which a tenant may be ahead of the others [s]; off: tenants
+                       are not told apart
+    deadline_margin_s  a request is urgent if less time than this is expected to remain until its
+                       deadline [s]
     """
 
     utility_ratio: float = 0.99

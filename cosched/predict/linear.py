@@ -3,7 +3,15 @@
 GEMMs depend on the number of tokens, padded to the next CUDA graph; up to some hundred tokens they
 read the weights whatever they compute. Prefill attention grows with (query, key) pairs once a chunk
 fills a tile of queries, and with keys below that. Decode attention reads its KV, at a lower rate
-where few decodes share the GPU or contexts are short.
+where few decodes share the GPU or contexts are short. With separate costs for iterations with and
+without a prefill:
+
+    T = level(S_p + N_d) + a N_d + b S_d + c S_d min(1, 16 / N_d) + d min(S_d, 1024 N_d)
+      + e N_d max(l) [ + r N_p + p pairs + q tail pairs + m keys + n longest ]  with a prefill
+
+S_p, N_p: new prompt tokens, prefills. N_d, l, S_d: decodes, their contexts, the sum of these.
+pairs: (query, key) pairs; tail pairs: those of queries beyond the first 64 of a prefill. keys,
+longest: tokens of the prefills' contexts, and of the longest one.
 """
 
 from __future__ import annotations

@@ -34,15 +34,15 @@ class Budgets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     aim            share of the TPOT target that offline work may use; the rest is for errors of the
                    predictor
-    ttft_aim       share of the TTFT target within which prefills are planned to end, with offline
-                   work and decodes beside them; the rest is for errors of the predictor
+    ttft_aim       share of the TTFT target that plans use for prefills; the rest is for errors of
+                   the predictor
     burst          most iteration time with offline work in it beside online requests [TPOT targets]
-    idle_share     most iteration time without online requests, and for `cosched` and `bros` of any
-                   with offline work [TTFT targets]
+    idle_share     most iteration time without online requests; for `cosched` and `bros` of any
+                   iteration with offline work [TTFT targets]
     crowded_share  share of the KV memory that online requests may hold before iterations with
                    offline work get shorter
-    late_bound     wait after which `cosched` starts an online request that has missed its TTFT
-                   target before requests that can still meet theirs [TTFT targets]
+    late_bound     wait after which `cosched` starts a late online request before all others [TTFT
+                   targets]
     chat_pace      share of the batch's speed that `cosched` gives for the pace of chat; 0: none
     token_group    tokens that are due together (BROS §4.1)
     """

@@ -2,7 +2,7 @@
 
 A fit has the mean and the standard deviation of its source. Without a standard deviation it assumes
 a coefficient of variation of 1 before truncation (BROS Table 2: 1.15 and 1.14 for ShareGPT, 1.64
-and 0.96 for LMSYS-Chat-1M). docs/simulation.md has the results of the fits (`dataset_table`)."""
+and 0.96 for LMSYS-Chat-1M)."""
 
 from __future__ import annotations
 
@@ -135,30 +135,3 @@ DATASETS = {
         output=Uniform(2, 50),
     ),
 }
-
-
-def dataset_table() -> str:
-    """The table of fits in docs/simulation.md, in Markdown."""
-    lines = [
-        "| name | prompt: published | fitted | range | output: published | fitted | range | source |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for name, dataset in sorted(DATASETS.items()):
-        lengths = f"{_columns(dataset.prompt)} | {_columns(dataset.output)}"
-        lines.append(f"| `{name}` | {lengths} | {dataset.source} |")
-    return "\n".join(lines) + "\n"
-
-
-def _columns(given: Published | Lengths) -> str:
-    match given:
-        case Published():
-            fit = _fit(given)
-            said = f"{given.mean:g}" + (f"±{given.std:g}" if given.std else "")
-            yields = f"{fit.mean:.1f}/{fit.std:.1f}/{fit.median:.0f}"
-            return f"{said} | {yields} | {given.low}-{given.high}"
-        case Uniform(low=low, high=high):
-            return f"{given.mean:g} | {given.mean:g}, uniform | {low}-{high}"
-        case Quantiles():
-            return f"table | {given.mean:.1f} | {given.points[0]}-{given.points[-1]}"
-        case _:
-            return f"{given.mean:g} | {given.mean:g} | "

@@ -9,12 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from cosched_traces.catalogue import workload_table
-from cosched_traces.datasets import dataset_table
 from cosched_traces.formats import format_table
 
 PATH = Path("docs/simulation.md")
 
-TABLES = {"workloads": workload_table, "formats": format_table, "datasets": dataset_table}
+TABLES = {"workloads": workload_table, "formats": format_table}
 
 
 def with_tables(page: str) -> str:

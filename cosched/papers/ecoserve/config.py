@@ -10,15 +10,14 @@ from cosched.errors import ConfigError, choices
 class EcoConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Defaults are the paper's, or between its values where it has several.
 
-    reserve    share of the KV memory that is kept for prompts and for outputs longer than expected
-               (§2.2: 0.012, 0.03, 0.05; §4: 0.02, 0.03, 0.04)
+    reserve    share of the KV memory kept for prompts and for outputs longer than expected (§2.2,
+               §4)
     buffer     share of its length by which a hosted request should end before its host needs the
-               memory (§4: 0.15, 0.15, 0.10)
-    overrun    a request that is longer than expected: reserve: takes of the reserve; free: waits,
-               its KV kept; offload: is preempted and its KV copied to host memory, if there is any
-               (§2.3, Fig. 5)
-    replan_on  generation tasks are chosen when: group: all of a group have ended (§3.2.2); request:
-               one has ended
+               memory (§4)
+    overrun    a request longer than expected: reserve: takes of the reserve; free: waits, its KV
+               kept; offload: is preempted, its KV copied to host memory (§2.3, Fig. 5)
+    replan_on  generation tasks are chosen when all of a group have ended (group, §3.2.2) or one has
+               (request)
     block      tokens by which lengths count as equal (§2.1)
     slo_scale  deadline of a request that names none, in multiples of its time on an idle device
     (§4)
