@@ -327,7 +327,7 @@ def field_texts(struct: type) -> Mapping[str, str]:
 
 
 def explained_by(*structs: type) -> Callable[[type[T]], type[T]]:
-    """Decorates a data class of options: fields that are called as those of `structs` have their
+    """Decorates a data class of options: fields with the names of fields of `structs` have their
     texts as help, and those that are None unless given name the number that then holds."""
     texts = {name: text for struct in structs for name, text in field_texts(struct).items()}
     numbers = {

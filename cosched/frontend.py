@@ -171,7 +171,7 @@ def _in_prefix_order(run_program_batch: Any) -> Any:
 
 
 def _as_given(states: Iterator[tuple[int, Any]]) -> Iterator[Any]:
-    """Each state as soon as those of all earlier places have come."""
+    """Each state as soon as all earlier ones have come."""
     held: dict[int, Any] = {}
     following = 0
     for place, state in states:

@@ -112,7 +112,7 @@ def policy_entry(name: str) -> PolicyEntry:
 
 
 def policy_names() -> list[str]:
-    """Every name, those of other packages included; sorted."""
+    """Every name, also of other packages; sorted."""
     return sorted({*POLICIES, *_installed()})
 
 

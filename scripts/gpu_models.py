@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Kinds of models and flags on real servers: the replies of a policy are those of stock SGLang.
+"""Kinds of models and flags on real servers: the replies of a policy equal stock SGLang's.
 
     scripts/gpu_models.py --out DIR                        # on a GPU, some ten minutes a kind
     scripts/gpu_models.py --out DIR states windows --device cpu

@@ -17,7 +17,7 @@ from cosched.batch.errors import ApiError
 from cosched.errors import ConfigError, choices
 
 METADATA_KEY = "callback_url"
-"""In a batch's metadata: who is told that it has ended."""
+"""In a batch's metadata: the URL that is told of its end."""
 SECRET_ENV = "COSCHED_CALLBACK_SECRET"
 _PREFIX = "whsec_"
 _LEAST_BYTES, _MOST_BYTES = 24, 64

@@ -1,4 +1,4 @@
-"""Callbacks: who asked for it is told that a batch has ended, at least once.
+"""Callbacks: configured URLs are told that a batch has ended, at least once.
 
 A callback is recorded in the transaction that ends its batch, so both are there or neither. A
 server claims it for a while, sends it and records how that went; if the server ends before, the

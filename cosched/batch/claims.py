@@ -32,7 +32,7 @@ _SPARE = 4
 _LEAST_PAGE, _PAGES_LEFT = 8, 2
 """Least lines that a server takes at a time near the end, and pages in which it takes its part."""
 _SHARES_AHEAD = 4
-"""On a shared store a server sets aside a quarter of its part of what is left: all end together."""
+"""On a shared store a server sets aside a quarter of its part of the rest: all end together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

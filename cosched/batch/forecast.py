@@ -169,7 +169,7 @@ def lefts(
     meter: RateMeter,
     replies: Replies | None,
 ) -> dict[str, Left]:
-    """Batch -> what is left of it.
+    """Batch -> its remaining work.
 
     sizes    batch -> bytes of each of its lines at the scheduler
     replies  None: no line has ended

@@ -81,7 +81,7 @@ def stored_bytes(connection: sa.Connection, owner: str, *, now: int) -> int:
 
 
 def beyond_stored(room: int, num_bytes: int) -> ApiError:
-    """room: what is left of the quota [bytes]"""
+    """room: unused part of the quota [bytes]"""
     return _refused(
         f"the files of this API key may have {max(room, 0)} bytes more, of "
         f"batches.quota.max_stored_mb, and each counts {FILE_BYTES} beside its own: {num_bytes} "

@@ -37,7 +37,7 @@ from cosched.limits.claims import hex_digest, presented_key
 
 Handler = Callable[[Request], Awaitable[Response]]
 _DECODERS, _MAX_DECODED = 2, 16
-"""Parquet files that are decoded at a time, one of an API key, and those of a key that wait."""
+"""Parquet files that are decoded at a time, one per API key, and files of a key that wait."""
 
 
 def add_routes(

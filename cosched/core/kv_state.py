@@ -85,9 +85,9 @@ class Match:
     has state slots.
 
     cached     matched tokens
-    evictable  those of them that no running request holds: admitting the request takes them out
+    evictable  of these, held by no running request: admitting the request takes them out
                of `KvState.evictable`
-    host       those of them that are in host memory only: admitting it takes as many free tokens
+    host       of these, in host memory only: admitting it takes as many free tokens
     in_window  most tokens that admitting the request takes out of `WindowKv.evictable` and `free`:
                those of the last window of the matched ones
     """

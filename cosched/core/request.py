@@ -91,7 +91,7 @@ class Request(Protocol):
 
     @property
     def slo(self) -> Slo:
-        """Its own targets, and those of its tier."""
+        """Its own targets, and the targets of its tier."""
         ...
 
     @property
@@ -165,7 +165,7 @@ class Request(Protocol):
 
     @property
     def num_own_tokens(self) -> int:
-        """Those of them that are not in the radix tree."""
+        """Tokens whose KV it holds outside the radix tree."""
         ...
 
 
@@ -175,5 +175,5 @@ def num_tokens_of(request: Request) -> int:
 
 
 def num_tokens_left(request: Request) -> int:
-    """Those of them whose KV it does not hold yet."""
+    """Prompt and generated tokens whose KV it does not hold yet."""
     return num_tokens_of(request) - request.num_computed_tokens

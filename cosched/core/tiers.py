@@ -46,7 +46,7 @@ def allowed_tier(tiers: Sequence[Tier], rank: int, allowed: Collection[str] | No
 
 
 def with_targets(slo: Slo, tier: Tier) -> Slo:
-    """The targets of a request with those of its tier where it names none."""
+    """The targets of a request; where it names none, its tier's."""
     return replace(
         slo,
         ttft_s=tier.slo.ttft_s if slo.ttft_s is None else slo.ttft_s,

@@ -67,7 +67,7 @@ class OfflineLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TpotHeadroom:
-    """What is left of a tolerance for TPOT.
+    """The unused part of a tolerance for TPOT.
 
     share       of the baseline, as it is promised
     saved_s     over the online requests that have ended: what was promised less what they had,
@@ -212,7 +212,7 @@ class OfflineOrder(Protocol):
         ...
 
     def ask_next(self) -> bool:
-        """No candidate fits: the next candidates are those of another tenant. False: there is none
+        """No candidate fits: the next candidates are another tenant's. False: there is none
         that may go before this one."""
         ...
 
@@ -297,7 +297,7 @@ class View(Protocol):
         ...
 
     def running_of(self, request_class: RequestClass) -> Decodes:
-        """Those of `running` that are of one class, in its order."""
+        """The requests of `running` of one class, in its order."""
         ...
 
     def outlook(self) -> Outlook:
@@ -328,7 +328,7 @@ class View(Protocol):
         ...
 
     def cannot_pause(self, requests: Sequence[Request]) -> Sequence[Request]:
-        """Those of these running requests whose decode cannot pause for an iteration
+        """Of these running requests, those whose decode cannot pause for an iteration
         (`Plan.paused`)."""
         ...
 

@@ -230,7 +230,7 @@ class Keys:
         return Level.KEY if not self.api or _is_same(bearer, self.api) else Level.PUBLIC
 
     def knows(self, headers: Mapping[str, str]) -> bool:
-        """Whether the request has a key that only who was given it can send."""
+        """Whether the request has a key that the server knows."""
         key = presented_key(headers)
         if not key:
             return False

@@ -45,7 +45,7 @@ _ALLOWED_WHILE_ENDING = ("/abort_request",)
 class OfflineOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The body of ``POST /cosched/offline``: all limits, so that sending it twice changes nothing.
 
-    The fields are those of `cosched.core.view.OfflineLimits`.
+    The fields are as in `cosched.core.view.OfflineLimits`.
     """
 
     paused: bool = False

@@ -78,7 +78,7 @@ class Decision(
 
     The plan:
 
-    plan              its fields are those of `cosched.core.plan.Plan`
+    plan              with the fields of `cosched.core.plan.Plan`
 
     What came of it:
 

@@ -72,7 +72,7 @@ _HOOKS = tuple(name for name in vars(Feature) if name.startswith("on_"))
 
 
 class Features:
-    """Those of one scheduler."""
+    """The features of one scheduler."""
 
     def __init__(self, guard: Guard) -> None:
         self._guard = guard

@@ -206,7 +206,7 @@ class Front:
             self.gate.leave(grant)
 
     def _name(self, grant: Grant, headers: Mapping[str, str]) -> None:
-        """Write down who pays for it."""
+        """Note the owner that pays for it."""
         key = presented_key(headers)
         grant.name = self._keys.name(hex_digest(key))
         grant.owner = "" if grant.name else self._keys.owner(self._owner_of(key))

@@ -49,7 +49,7 @@ class Group:
         plans_ahead: bool,
         takes_turns: bool = False,
     ) -> None:
-        """exchange     a rank's numbers -> those of all ranks, `WIDTH` each
+        """exchange     a rank's numbers -> the numbers of all ranks, `WIDTH` each
         plans_ahead  an iteration is planned while the one before it runs
         takes_turns  see `EngineCaps`
         """

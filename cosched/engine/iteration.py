@@ -80,7 +80,7 @@ class Iteration:
 
     @cached_property
     def plan_json(self) -> msgspec.Raw:
-        """`Plan.to_json`, encoded once for all who ask."""
+        """`Plan.to_json`, encoded once for all uses."""
         return self.plan.to_json()
 
     @property

@@ -53,7 +53,7 @@ class LastMoment:
                where an iteration ended so early that the host had no part in it: such errors are
                of prefills of a size that was not seen before, and say nothing of short decodes
     num_waits  launches that came after a wait
-    num_dry    those of them for which the device had to wait
+    num_dry    of these, the device had to wait
     """
 
     def __init__(

@@ -69,7 +69,7 @@ class IterationObserver:
         self.note_launched: Callable[..., bool] | None = None
         """`LastMoment.launched`; None: nothing waits."""
         self._was_idle = False
-        """The latest batch of this rank had no requests, those of other ranks had."""
+        """The latest batch of this rank had no requests, other ranks' batches had."""
         self._last_done_s = 0.0
         self.busy_s = 0.0
         self.budget_s = 0.0

@@ -178,7 +178,7 @@ class Running:
 
     @property
     def lent(self) -> Mapping[str, int]:
-        """rid of its host -> those of all its guests."""
+        """rid of its host -> rids of all its guests."""
         return self._loans[1]
 
     @cached_property

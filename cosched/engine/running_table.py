@@ -67,7 +67,7 @@ class RunningTable:
         under overlap they run before the result of their prefill is there."""
         self._num_shifts = NONE
         self._estimates = False
-        """Somebody asks how long requests will run (`outlook`): with most policies nobody does."""
+        """Whether the policy asks how long requests will run (`outlook`): most do not."""
         self._has_guests = False
         """A plan has had guests: with most policies none has, and nothing looks for them."""
 

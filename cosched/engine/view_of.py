@@ -119,7 +119,7 @@ class SchedulerView:
 
     @cached_property
     def _holders(self) -> Running:
-        """With those of other microbatches, which hold KV and will take more."""
+        """With requests of other microbatches, which hold KV and will take more."""
         parts = [*port.elsewhere(self._sources.scheduler)]
         return self._sources.table.follow(self._batch, parts) if parts else self._running
 

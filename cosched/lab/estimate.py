@@ -187,15 +187,15 @@ class Estimate(JsonOption):
 
 
 def part_of_chats(chats: Sequence[TraceRequest], replicas: int) -> list[TraceRequest]:
-    """Those of one replica: the turns of a conversation go to the same one."""
+    """The requests of one replica: the turns of a conversation go to the same one."""
     return [
         chat for chat in chats if zlib.crc32((chat.session or chat.rid).encode()) % replicas == 0
     ]
 
 
 def part_of_lines(lines: Sequence[TraceRequest], replicas: int) -> Sequence[TraceRequest]:
-    """Those of the replica that has the most tokens, as servers divide a batch between documents:
-    of as many consecutive parts."""
+    """The lines of the replica with the most tokens, as servers divide a batch between documents: of
+    as many consecutive parts."""
     size = math.ceil(len(lines) / replicas)
     parts = [lines[start : start + size] for start in range(0, len(lines), size)]
     return max(

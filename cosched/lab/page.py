@@ -30,7 +30,7 @@ TOLERANCE = 0.01
 """A number holds within 1 %, or within one unit of the last digit shown."""
 
 _MORE = ("chosen", "seeds", "commit")
-"""Columns of pages beside those of suites."""
+"""Columns of pages beside columns of suites."""
 
 _BESIDE = " / "
 """Between the number of a row and that of another beside it."""

@@ -41,7 +41,7 @@ def _stored(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Lines that are no JSON object are those of a table."""
+    """Lines that are no JSON object belong to a table."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -29,7 +29,7 @@ With machines each scenario is run on each of them, under the name MACHINE/SCENA
     [machines.a100]
     title = "Llama-3.1-8B on an A100-80G"
     options = { model = "Llama-3.1-8B", gpu = "A100-80" }       # over the suite's
-    scenarios.mmlu = { online-rate = 1.6 }                      # over those of the scenario
+    scenarios.mmlu = { online-rate = 1.6 }                      # replaces the scenario's
 
 A setting with a search is run with the best values of a few (`cosched.lab.simulation.sweep`), one
 option after another, beginning with the first value of each:
@@ -100,7 +100,7 @@ class SuiteScenario(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 class SuiteMachine(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """What the scenarios are run on.
 
-    options    over those of the suite
+    options    in addition to the suite's
     scenarios  options of a scenario on this machine, over its own
     """
 
@@ -110,7 +110,7 @@ class SuiteMachine(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class SuiteSearch(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """How the runs of a search differ from those of its row.
+    """How the runs of a search differ from the runs of its row.
 
     alone    setting of the online requests alone, whose attainment is to be kept
     options  over all others
@@ -139,7 +139,7 @@ class SuiteSetting(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """A policy and its options.
 
     policy   a policy or a name of `cosched.lab.simulation.setting`; default: the setting's name
-    options  of `cosched.simulate`, over those of the scenario
+    options  of `cosched.simulate`, in addition to the scenario's
     config   keys of COSCHED_CONFIG
     only     scenarios in which it is run, or patterns of their names; default: all
     search   values of options, of which the best are run

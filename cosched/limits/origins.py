@@ -33,7 +33,7 @@ class AccessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     hosts    names of the server in ``Host``, without port, beside its own, IP addresses, names of
              one label and private ones (``.local``, ``.internal``, ...); ``*``: any
-    origins  of web pages, such as ``https://ui.example.com``, beside those of the server itself and
+    origins  of web pages, such as ``https://ui.example.com``, beside the server's own and
              of loopback; ``*``: any
     """
 

@@ -1,7 +1,7 @@
 """What pydantic says of a body that does not fit, in one line with the names that clients use.
 
 For a value that may have several forms pydantic reports the errors of each: 29 for one part of a
-message. Here those of the form that fits best are told.
+message. Here the errors of the form that fits best are told.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Found:
 
 
 def _tell(found: list[_Found], value: Any) -> list[tuple[tuple[Any, ...], str]]:
-    """Place and text of each error of a value, those of one form only."""
+    """Place and text of each error of a value, for one form only."""
     told: list[tuple[tuple[Any, ...], str]] = []
     inner: dict[Any, list[_Found]] = {}
     forms: dict[Any, list[_Found]] = {}

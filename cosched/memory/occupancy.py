@@ -48,7 +48,7 @@ class HostOccupancy(msgspec.Struct, kw_only=True, frozen=True):
     returning, referenced, dead  of the rest, by what it is good for (`KvOccupancy`)
     demoted     evicted from the device since the start, with a copy left here
     to_host, to_device  copied since the start
-    waited      those of the first that an eviction had to wait for
+    waited      of the first, copies that an eviction had to wait for
     """
 
     free: int
@@ -144,7 +144,7 @@ class UseCount:
 
 
 def dealt(num_tokens: int, counts: Counter[str], *uses: str) -> dict[str, int]:
-    """Tokens by use that add up to those of now; the rest is dead."""
+    """Tokens by use that add up to the current total; the rest is dead."""
     dealt: dict[str, int] = {}
     for use in uses:
         dealt[use] = min(counts[use], num_tokens)

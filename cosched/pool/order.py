@@ -137,7 +137,7 @@ class PoolOrder(Iterator[P]):
         return place.item.rid in self._yielded or self._skipped_node(place) is not None
 
     def _depth_first(self) -> P | None:
-        """Head of what is left of the depth-first order."""
+        """Head of the rest of the depth-first order."""
         while True:
             place = self._cursor
             if place is None:

@@ -372,7 +372,7 @@ class TenantOrder(Iterator[P]):
         raise StopIteration
 
     def candidates(self, per_bucket: int) -> list[list[P]]:
-        """Those of the tenant that is asked."""
+        """The requests of the tenant that is asked."""
         while (tenant := self._asked()) is not None:
             found = self._order_of(tenant).candidates(per_bucket)
             if any(found):

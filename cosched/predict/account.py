@@ -2,7 +2,7 @@
 
 The seconds of an iteration are divided by what each of its requests adds to its predicted time: the
 slope of the prediction in each of `BatchTotals`, times what the request adds to that total. Where
-the prediction is linear in the totals, that is its marginal cost. What is left (reading the
+the prediction is linear in the totals, that is its marginal cost. The rest (reading the
 weights, an error of the prediction) is divided in the same proportions, so the shares add up to the
 measured seconds. Before the predictor has learned, its careful first guess divides: mostly by
 tokens. An idle device costs nothing.

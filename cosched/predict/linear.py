@@ -10,7 +10,7 @@ without a prefill:
       + e N_d max(l) [ + r N_p + p pairs + q tail pairs + m keys + n longest ]  with a prefill
 
 S_p, N_p: new prompt tokens, prefills. N_d, l, S_d: decodes, their contexts, the sum of these.
-pairs: (query, key) pairs; tail pairs: those of queries beyond the first 64 of a prefill. keys,
+pairs: (query, key) pairs; tail pairs: of queries beyond the first 64 of a prefill. keys,
 longest: tokens of the prefills' contexts, and of the longest one.
 """
 

@@ -127,7 +127,7 @@ class Promise(LatencyComparison):
     was promised to be, whatever delays them: long iterations, predictions that are off,
     prompts that found less in the cache.
 
-    share  by which mean and p99 may be above those of the baseline
+    share  by which mean and p99 may be above the baseline's
     """
 
     def __init__(self, share: float) -> None:

@@ -355,7 +355,7 @@ class PlanBuilder:
 
 
 def _divided(decodes: Decodes, tiers: Collection[int]) -> tuple[Decodes, Decodes]:
-    """Those of these tiers, and those of others."""
+    """The requests of these tiers, and all others."""
     is_theirs = [request.tier in tiers for request in decodes.requests]
     return decodes.where(is_theirs), decodes.where([not each for each in is_theirs])
 

@@ -24,7 +24,7 @@ With speculative decoding an iteration without prefills brings several tokens of
 accepted drafts give prefills more time, and under a target below the time of a mixed iteration
 these alternate with decodes.
 
-With DP attention (`View.others`) decodes are as fast as those of the slowest rank. The bounds are
+With DP attention (`View.others`) decodes are as fast as on the slowest rank. The bounds are
 those of all ranks; time that another rank's online work takes anyway is free.
 
 Whether a request meets its target is decided over many iterations. So the margin that the predictor

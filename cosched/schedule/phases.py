@@ -130,7 +130,7 @@ def two_phases(
 ) -> None:
     """Fill a plan. The builder's ledger has the running online requests' decodes already. waiting:
     online requests in the order of admission; None: oldest first. decodes_alone: no prefills, if
-    any request decodes. fills: offline prefills may take what is left."""
+    any request decodes. fills: offline prefills may take the rest."""
     preempt_beyond_limit(builder, steps)
     make_room_for_decodes(builder, steps)
     if must_decode(builder) or (decodes_alone and builder.decodes_any()):

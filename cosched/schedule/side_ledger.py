@@ -12,7 +12,7 @@ from cosched.schedule.window_ledger import WindowLedger
 
 
 class SideLedger(Protocol):
-    """What is left of one such memory while a plan grows. `Ledger` asks it beside its own limits
+    """The free part of one such memory while a plan grows. `Ledger` asks it beside its own limits
     and tells it what it charges and refunds."""
 
     def fork(self) -> SideLedger:

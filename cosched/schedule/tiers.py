@@ -3,7 +3,7 @@
 Order        Higher tiers are served first, each in its own order (`online_order`). After 1/share
              iterations in which a tier waited behind others it comes first in one, so none starves.
 Set aside    Where a request of a tier would miss a target, running requests of lower tiers are set
-             aside for the iteration: they decode in what is left, and none is prefilled. No tier is
+             aside for the iteration: they decode in the rest, and none is prefilled. No tier is
              set aside in the iteration in which a lower one comes first.
 Memory       Where a request finds no memory or slot, those of lower tiers are preempted for it, the
              lowest and youngest first.

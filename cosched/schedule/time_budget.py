@@ -130,7 +130,7 @@ class TimeBudget:
         """Of `limit` tokens of an online prompt, those that this iteration should compute.
 
         Decodes wait for memory, so that the first tokens beside them cost half as much time as
-        those of a long prompt.
+        the tokens of a long prompt.
         """
         if self._limits.pieces_s is None:
             return limit

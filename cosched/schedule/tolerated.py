@@ -44,7 +44,7 @@ _ENOUGH = 64
 prompt is begun, which would hold KV and wait."""
 
 _ANY_PROMPT = Prefill(LARGE, 0)
-"""Where none waits: what its tokens would cost is what those of decodes are worth."""
+"""Where none waits: its tokens would cost what decodes' tokens are worth."""
 
 _RECENT = 1 / 2000
 """Weight of a plan in the mean number of online decodes."""

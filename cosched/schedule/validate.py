@@ -71,7 +71,7 @@ def validate(plan: Plan, view: View) -> None:
 
 
 def _running_ones(plan: Plan, waits: Mapping[str, Request | None]) -> set[str]:
-    """rids of a plan that may be those of running requests."""
+    """rids of a plan that may be of running requests."""
     rids = {rid for rid, request in waits.items() if request is None}
     rids.update(plan.paused, plan.hosts, (hosting.host for hosting in plan.hosts.values()))
     rids.update(preemption.rid for preemption in plan.preempt)

@@ -252,7 +252,7 @@ def use_planned_adder(stock: Any, scheduler: Any) -> Any:
 def count_paused_adapters(
     original: Any, scheduler: Any, req: Any, running_loras: set[str | None]
 ) -> bool:
-    """The LoRA adapters of requests whose decode is paused stay in use. Stock counts those of the
+    """The LoRA adapters of requests whose decode is paused stay in use. Stock counts only the
     batch that runs, and would admit one too many."""
     controller = _controller(scheduler)
     if controller is not None:

@@ -130,7 +130,7 @@ def sessions(sessions_of: Callable[[Asked], Sessions]) -> Build:
 
 
 def recorded(asked: Asked) -> Sessions:
-    """Those of the file, again and again."""
+    """The requests of the file, again and again."""
     read = read_sessions_jsonl(asked.files[0], name=asked.name)
     return Sessions(supply=read.supply(seed=asked.own_seed), notes=read.notes)
 

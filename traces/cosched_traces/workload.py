@@ -29,7 +29,7 @@ class TraceRequest:
     token_ids          the prompt itself, where there is one; then `segments` is empty
     num_output_tokens  tokens it generates (the trace's truth; no scheduler may look at it)
     max_new_tokens     what the client asks for; None: it knows how long the reply will be, and asks
-                       for that. Those of the catalogue all have a limit (`load_workload`)
+                       for that. Requests of the catalogue all have a limit (`load_workload`)
     after              rid of the request whose answer it waits for; it is then sent `think_s` after
                        that answer's end, and `arrival_s` is only the earliest it could be
     session            the conversation it is a turn of

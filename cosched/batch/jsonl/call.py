@@ -160,7 +160,7 @@ def _run(config: JobConfig, progress: _Progress) -> tuple[ExitCode, str | None]:
 
 
 def _advice(counts: JobCounts, num_failed: int) -> str:
-    """What helps the failed lines. Those of earlier calls may be of either kind."""
+    """What helps the failed lines. Lines of earlier calls may be of either kind."""
     num_wrong = sum(
         number for code, number in counts.failed_by_code.items() if is_wrong_for_good(code)
     )

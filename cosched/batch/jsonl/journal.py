@@ -4,7 +4,7 @@ Rules that make `kill -9` harmless:
 
 * Both files are append-only and each record is one `write()`. What a killed process wrote is in
   the kernel; only the last record of a file can be incomplete, and resuming cuts it off.
-* A record names the input line it answers, so resuming reads both files and knows what is left.
+* A record names the input line it answers, so resuming reads both files and knows what remains.
 * `<out>.state.json`, written before the first record, says which input and settings they belong to.
 * Both files stay locked (`flock`) while a job runs; a killed process holds no lock.
 

@@ -71,7 +71,7 @@ class ParquetRows:
             raise
 
     def read(self, num_bytes: int) -> bytes:
-        """At most this much of what is left, b"" at the end. JobFileError: the file is damaged;
+        """At most this much of the rest, b"" at the end. JobFileError: the file is damaged;
         TooLargeError."""
         found = self._lines.read(num_bytes)
         if not found:

@@ -25,7 +25,7 @@ _RATE_WINDOW_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """The state of a job. `num_done` includes the failed lines and those of earlier calls;
+    """The state of a job. `num_done` includes the failed lines and lines of earlier calls;
     `num_tokens`, of prompts and answers, is of this call. `num_begun`: how much of the lines in
     flight is generated, in lines. `left_s`: what the server expects [s]; None: it does not say."""
 

@@ -1,4 +1,4 @@
-"""What the online requests of this scheduler would have alone, for whoever asks what a batch costs
+"""What the online requests of this scheduler would have alone: what a batch costs them
 them, and for tolerance mode (`cosched.predict`)."""
 
 from __future__ import annotations

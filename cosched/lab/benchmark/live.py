@@ -91,7 +91,7 @@ class LiveResult:
     @property
     def is_client_late(self) -> bool:
         """True if this client was ever late by more than half of the TTFT target, so that the
-        results are not those of the server."""
+        results are not the server's."""
         ttft_s = self.spec.slo.ttft_s
         return ttft_s is not None and self.max_client_delay_s > _LATE_SHARE * ttft_s
 

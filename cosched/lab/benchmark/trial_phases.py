@@ -428,7 +428,7 @@ class RunningTrial(TrialRun):
                     await post(
                         self._target, "/cosched/offline", allowed if phase.has_batch else stopped
                     )
-                    # Other prompts in each phase: those of the one before are in the cache.
+                    # Other prompts in each phase: the cache has the last phase's.
                     vocab_size = VOCAB_SIZE - self.phases.index(phase)
                     await self._run(replace(self._target, vocab_size=vocab_size), phase, bars)
         finally:

@@ -342,5 +342,5 @@ def _filled(cells: Cells, batches: Sequence[int], contexts: Sequence[int]) -> Fl
     for _ in range(4):
         grid = np.apply_along_axis(non_decreasing, 1, grid)
         grid = np.apply_along_axis(non_decreasing, 0, grid)
-    # The two smoothings pull at each other; this settles what is left, well under 1 %.
+    # The two smoothings pull at each other; this settles the rest, well under 1 %.
     return np.maximum.accumulate(np.maximum.accumulate(grid, axis=0), axis=1)

@@ -16,7 +16,7 @@ from cosched.lab.cost_models.specs import GpuSpec
 
 
 class LaunchTimes(NamedTuple):
-    """Of one launch. Times are those of the simulation [s].
+    """Of one launch. Times are the simulation's [s].
 
     start_s      the first kernel starts
     returned_s   the host can go on; the iteration is not done before

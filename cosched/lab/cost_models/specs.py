@@ -24,7 +24,7 @@ class Gemm(NamedTuple):
 class LayerKind(NamedTuple):
     """Layers with the same matrix products, on one GPU.
 
-    experts  those of one expert; each token goes through some of all
+    experts  of one expert; each token goes through some of all
     """
 
     num_layers: int

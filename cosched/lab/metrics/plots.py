@@ -171,7 +171,7 @@ HOST_USES = ("host_doubled", "host_returning", "host_referenced", "host_dead")
 
 def plot_kv_memory(run: Run, path: Path) -> Path:
     """KV memory by use (Echo Fig. 10), tokens that were evicted and recomputed, and hit rates (Echo
-    Fig. 9), over time. Without a KV log the uses are those of the iterations, and nothing is known
+    Fig. 9), over time. Without a KV log the uses are from the iterations, and nothing is known
     of evictions."""
     window = run.whole_window()
     axis = TimeAxis.of(window)

@@ -47,7 +47,7 @@ class Machine:
                           or MTP); 0: none. Without the overlap scheduler
     state_slots           slots for the states of linear-attention layers, of which a request takes
                           five with the overlap scheduler and three without; 0: no such layers.
-                          Times are those of the model without them
+                          Times are the model's without them
     acceptance            probability that a drafted token is right if those before it are
     acceptance_spread     most by which that of a request differs from it
     window_tokens         size of sliding windows in half of the layers, whose KV has a pool of its

@@ -38,7 +38,7 @@ _THREADS = "SGLANG_CPU_OMP_THREADS_BIND"
 
 
 class Ranks:
-    """Those of a run, as one of them sees it.
+    """The ranks of a run, as one of them sees it.
 
     number  of ranks; with 1 nothing is exchanged
     """
@@ -51,7 +51,7 @@ class Ranks:
         self._local: LocalEngine | None = None
 
     def flags(self) -> Sequence[str]:
-        """SGLang's, beside those of the machine."""
+        """SGLang's, beside the machine's."""
         return () if self.number == 1 else ("--nccl-port", str(self._nccl_port))
 
     def join(self, local: LocalEngine) -> None:

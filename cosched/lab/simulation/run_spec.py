@@ -30,7 +30,7 @@ class WorkloadSpec:
     client         of the offline requests: the server's own feeder (feeder), ``cosched batch --via
                    lines`` (lines), or the whole set at the start (all); default: feeder, with stock
                    scheduling all
-    num_batches    batches of the feeder: their lines are those of the set in turn
+    num_batches    batches of the feeder: they get the lines of the set in turn
     wave           offline requests sent at once, in place of the client; the next follow when all
                    of them have ended
     refill         offline requests kept at the server, in place of the client: when one ends, the

@@ -112,7 +112,7 @@ class VirtualEngine:
         ranks: Ranks = ALONE,
     ) -> None:
         """identity: of the simulated engine, for a policy that starts from a profile of it.
-        host_link: if the flags give it host memory. prefix_reads: those of the cost model. host:
+        host_link: if the flags give it host memory. prefix_reads: the cost model's. host:
         None: the host takes no time. launches: None: they take no time. acceptance: of drafted
         tokens, if the flags ask for speculative decoding. window: of sliding windows, the tokens
         (0: there are none) and the share of the layers. ranks: that step together, of which this

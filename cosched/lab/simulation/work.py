@@ -144,7 +144,7 @@ def job_work(
 
     kv_tokens    capacity of the KV memory
     max_running  most requests that decode in one iteration
-    num_ranks    see `JobWork`; capacity and requests are those of one
+    num_ranks    see `JobWork`; capacity and requests are of one
     """
     loads = []
     num_held = 0.0  # sum over decodes of the KV tokens that the request holds for itself

@@ -12,7 +12,7 @@ from cosched.schedule.entry import MIXED_CHUNK, PolicyEntry
 
 _BROS = {
     "bros": (
-        "online by time left, offline in what is left or in their place",
+        "online by time left, offline in the rest or in exchange",
         "BROS §4, Algorithm 1",
         BrosOptions(),
     ),

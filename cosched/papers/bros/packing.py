@@ -148,7 +148,7 @@ def put_aside(out: Entry, builder: PlanBuilder) -> None:
 
 
 def take_online(packing: Packing, order: OnlineOrder) -> None:
-    """What is left out pauses, and bounds offline work (Eq. 6)."""
+    """Requests left out pause, and bound offline work (Eq. 6)."""
     rest = _take_in_order(packing, order.entries)
     _pause_the_rest(packing, rest, order.shortest_s)
 

@@ -2,7 +2,7 @@
 
 Idea         every online request has a residual time: how long its next token may still take. The
              least of them bounds the iteration. Online requests are packed by residual time,
-             offline ones are added in what is left, and where the batch or the time is full the
+             offline ones are added in the rest, and where the batch or the time is full the
              online request with most time to spare changes places with an offline one.
 Assumptions  the predictor knows how long a batch takes before it runs; prefill and decode share an
              iteration; a running request can pause for an iteration with its KV kept.

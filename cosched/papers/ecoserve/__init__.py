@@ -6,7 +6,7 @@ queues.py        the queue of generations that wait, exact allocation (§3.2, §
 hosting.py       guests in memory that a host needs later (§3.4)
 prompts.py       prompts up to the target forward size (§3.2.1)
 forward_size.py  the target forward size (§2.1)
-config.py        what is left to the operator
+config.py        the choices of the operator
 coupled.py       the coupled schedulers that it is compared with (§2.1, §2.2, Fig. 1)
 names.py         the policies by name
 

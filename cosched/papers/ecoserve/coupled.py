@@ -72,7 +72,7 @@ class Order(Enum):
     ARRIVAL = "first come, first served"
     SHORTEST = "expected to end first; it preempts those that are to end later"
     LEVELS = "multi-level feedback queue: least iterations so far, by levels; preempts lower levels"
-    DISTANCE = "demand on compute and KV closest to what is left of both"
+    DISTANCE = "demand on compute and KV closest to the free part of both"
     GROUPS = "those of equal expected length together; others when a group has ended"
 
     @property
@@ -339,7 +339,7 @@ class _Packing:
 
     def admit_closest(self) -> None:
         """MultiRes (§2.1): of those that find memory the one whose normalized demand on compute and
-        KV is closest to what is left of both, and again. O(window squared)."""
+        KV is closest to the free part of both, and again. O(window squared)."""
         ledger = self.builder.ledger
         for window in self._windows():
             left = [_Demand(num_tokens_of(r), self._need(r), r) for r in window]

@@ -63,7 +63,7 @@ _COUPLED = {
         CoupledOptions(allocation=Allocation.BLOCK, fills_forward=True, stop=PreemptMode.RECOMPUTE),
     ),
     "eco-multires": (
-        "demand closest to what is left of compute and KV; KV for the expected length",
+        "demand closest to the free compute and KV; KV for the expected length",
         "EcoServe §2.1 (MultiRes)",
         CoupledOptions(allocation=Allocation.EXACT, order=Order.DISTANCE, fills_forward=True),
     ),

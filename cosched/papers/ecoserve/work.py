@@ -37,7 +37,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     """The state between two plans.
 
     groups        rid of an active GT -> number of its group
-    guests        those of them that are hosted: rid -> (rid of the host, its output tokens by which
+    guests        of these, hosted ones: rid -> (rid of the host, its output tokens by which
                   the guest must have ended)
     regions       rid of a host -> (its output tokens when it began to lend, tokens promised then)
     is_due        a group has ended, and not all the KV has been given out since

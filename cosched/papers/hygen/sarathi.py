@@ -42,7 +42,7 @@ class Backlog(msgspec.Struct, frozen=True, kw_only=True):
 
     since_s       when it began [s]; None: none wait
     num_admitted  requests admitted for the first time since then
-    last          those of them that the last plan admits: the engine may have refused them
+    last          of these, requests that the last plan admits: the engine may have refused them
     """
 
     since_s: float | None = None
