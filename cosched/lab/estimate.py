@@ -194,8 +194,8 @@ def part_of_chats(chats: Sequence[TraceRequest], replicas: int) -> list[TraceReq
 
 
 def part_of_lines(lines: Sequence[TraceRequest], replicas: int) -> Sequence[TraceRequest]:
-    """The lines of the replica with the most tokens, as servers divide a batch between documents: of
-    as many consecutive parts."""
+    """The lines of the replica with the most tokens, where servers divide a batch between documents
+    into consecutive parts."""
     size = math.ceil(len(lines) / replicas)
     parts = [lines[start : start + size] for start in range(0, len(lines), size)]
     return max(

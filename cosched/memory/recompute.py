@@ -2,8 +2,8 @@
 
 A preempted request resumes from its KV that is still cached. Where memory is short for long,
 admitted requests evict what preempted ones need, are preempted in turn, and little is finished:
-SGLang's issue 26248 reports a fourteenth of the rate, which does not recover. Counting preemptions would not
-tell such a collapse from preemptions that cost nothing, so their cost is counted.
+SGLang's issue 26248 reports a fourteenth of the rate, which does not recover. Counting preemptions
+would not tell such a collapse from preemptions that cost nothing, so their cost is counted.
 """
 
 from __future__ import annotations

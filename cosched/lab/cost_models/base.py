@@ -88,7 +88,7 @@ class GpuModel:
     ) -> None:
         """mixed_decode_factor: how many times longer the attention of a decode takes in a mixed
         batch than among decodes; unknown for SGLang's kernels, 1.6 to 2 in the median for vLLM's
-        FlashAttention-2 (docs/simulation.md). ConfigError below 1."""
+        FlashAttention-2 (docs/results/cost_models.md). ConfigError below 1."""
         if mixed_decode_factor < 1:
             raise ConfigError(
                 f"mixed_decode_factor is {mixed_decode_factor}; it must be at least 1"

@@ -104,7 +104,7 @@ class GemmTable:
     Along m: the measured curve without noise (`non_decreasing`), linear between its points; the
     table has the steps at multiples of the kernel's tile. Across (n, k): linear in n and in k, as
     FLOPs (2mnk) and bytes (mn + nk + mk) are. Interpolating the efficiency is not better
-    (docs/simulation.md).
+    (docs/results/cost_models.md).
     """
 
     def __init__(self, rows: Iterable[Row]) -> None:

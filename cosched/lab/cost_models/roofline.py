@@ -38,7 +38,7 @@ class RooflineModel(GpuModel):
     """Each GEMM takes the longer of its FLOPs and its bytes; prefill attention the longer of its
     pairs' FLOPs (4 * heads * head_dim each) and reading its keys and values; decode attention reads
     its KV. Needs no files. Right within a factor of 2 of the tables, mostly within 20 %
-    (docs/simulation.md); it knows no tiles, CUDA graph sizes or half-filled GPUs.
+    (docs/results/cost_models.md); it knows no tiles, CUDA graph sizes or half-filled GPUs.
     """
 
     name = "roofline"
