@@ -359,11 +359,8 @@ def _find_file(name: str, data_dir: Path, relative: str) -> Path:
 
 def workload_table() -> str:
     """The table of workloads in docs/simulation.md, in Markdown."""
-    lines = ["| name | role | what it is | limit | reads |", "|---|---|---|---|---|"]
+    lines = ["| name | role | what it is | limit |", "|---|---|---|---|"]
     for name, named in sorted(WORKLOADS.items()):
-        roles = " or ".join(role.value for role in named.classes)
-        files = ", ".join(f"`{file}`" for file in named.files)
-        lines.append(
-            f"| `{name}` | {roles} | {named.description} | {named.max_new_tokens} | {files} |"
-        )
+        role = "both" if len(named.classes) > 1 else named.classes[0].value
+        lines.append(f"| `{name}` | {role} | {named.description} | {named.max_new_tokens} |")
     return "\n".join(lines) + "\n"

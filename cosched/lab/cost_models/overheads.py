@@ -109,7 +109,8 @@ OVERHEADS: Mapping[str, DeviceOverheads] = {
 beside captured segments 0.23 to 0.31 ms and 0.67 ms without CUDA graphs, the fence 0.1 to 0.2 ms,
 the factor 0.9 to 1.1 with FA3 and 7.7 to 10.2 with Triton, which runs decodes in tiles of prefills
 there. `flashinfer` is not: its plan of a prefill is an estimate from reading SGLang (1 to 4 ms),
-and its factor the lower of what vLLM's FlashAttention-2 shows, 1.6 to 2.0 (docs/results/cost_models.md)."""
+and its factor the lower of what vLLM's FlashAttention-2 shows, 1.6 to 2.0
+(docs/results/cost_models.md)."""
 
 AUTO = "auto"
 SETTINGS = (AUTO, *OVERHEADS)
