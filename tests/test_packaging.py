@@ -265,7 +265,6 @@ SAME_CLASS_NAMES = {
     },
     "what the engine has, and what the simulator has in its place": {"Ranks": 2},
     "a record of one command or one file format": {
-        "Answer": 2,
         "Entry": 3,
         "Histogram": 2,
         "Job": 2,

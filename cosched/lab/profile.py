@@ -74,7 +74,7 @@ from cosched.lab.simulation.run import (
     launches_of,
 )
 from cosched.lab.simulation.run_spec import RunSpec
-from cosched.lab.simulation.search import PARAMETERS, Found, Search, search
+from cosched.lab.simulation.search import PARAMETERS, Boundary, Search, search
 from cosched.lab.simulation.setting import setting_of
 from cosched.predict.fitted import FittedPredictor, GraphSizes, fit_predictor, summarise
 from cosched.predict.profile_file import EngineIdentity, MeasuredPoint, Profile
@@ -368,7 +368,7 @@ class Slo(JsonOption):
         )
 
 
-def _show(found: Found, wanted: Search, goals: Sequence[Goal]) -> None:
+def _show(found: Boundary, wanted: Search, goals: Sequence[Goal]) -> None:
     """Every value tried and what it reached, then the answer."""
     table = Table(wanted.unit, *(goal.text for goal in goals), "offline tokens/s", "")
     table.add_row("limit", *map(_amount, goals, found.bounds))

@@ -230,7 +230,7 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class Boundary:
     """value     None: no value in the range meets all goals
     bounds    of each goal, in seconds or as a share; None: there is no baseline
     baseline  value of each goal with online requests alone; None: no goal is relative
@@ -255,7 +255,7 @@ def search(
     tolerance: float = 0.05,
     num_jobs: int = 1,
     on_run: Callable[[str, RunResult], object] = lambda what, result: None,
-) -> Found:
+) -> Boundary:
     """The largest or least good value. ConfigError if something is missing or wrong, before the
     first run.
 
@@ -305,7 +305,7 @@ def search(
     )
     find = last_good if wanted.is_monotone else largest_good
     value = find(values[::-1] if wanted.least else values, probe, num_at_once=num_jobs)
-    return Found(
+    return Boundary(
         value=value,
         low=low,
         high=high,
