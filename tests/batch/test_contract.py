@@ -302,9 +302,13 @@ def test_names_are_only_names(api, name):
 
 
 @pytest.mark.parametrize("stand_in", [{"high_watermark": 20, "low_watermark": 10}], indirect=True)
-def test_lines_in_flight_stay_between_the_watermarks(api, stand_in):
-    api.wait(api.create(lines(200)))
-    assert 10 <= stand_in.most_in_flight <= 20
+def test_no_more_lines_are_in_flight_than_the_high_watermark(api, stand_in):
+    stand_in.is_held = True
+    batch = api.create(lines(200))
+    until(lambda: stand_in.num_in_flight == 20)
+    stand_in.is_held = False
+    api.wait(batch)
+    assert stand_in.most_in_flight == 20
 
 
 @pytest.mark.parametrize("stand_in", [{"high_watermark": 8, "low_watermark": 4}], indirect=True)
