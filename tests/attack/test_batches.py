@@ -159,6 +159,7 @@ def test_a_wall_clock_that_jumps_by_hours_loses_no_line(tmp_path, is_full):
         few = {"high_watermark": 64, "low_watermark": 48}
         config = BatchesConfig(folder=str(tmp_path / f"b{number}"), **few)
         stand_in = StandIn(config, clock=clock)
+        stand_in.num_answered = 100
         with serving(stand_in) as url:
             api = Api(url)
             short = api.create(lines_of(150, "short"), window="1h")
@@ -169,6 +170,7 @@ def test_a_wall_clock_that_jumps_by_hours_loses_no_line(tmp_path, is_full):
                 clock.jump_s += hours * 3600
                 if hours == 2:
                     assert check_whole(api, short, 150) == "expired"
+                    stand_in.num_answered = None
                     batch = api.create(lines_of(60, "after"), window="1h")
                 elif hours == -5:
                     assert check_whole(api, batch, 60) == "completed"

@@ -27,7 +27,7 @@ def lines(count, prefix="c"):
     return [line(f"{prefix}{n}") for n in range(count)]
 
 
-def until(condition, timeout_s=30):
+def until(condition, timeout_s=120):
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, "nothing happened"
@@ -56,7 +56,7 @@ class Api:
             input_file_id=file_id, endpoint=endpoint, completion_window=window, **more
         )
 
-    def wait(self, batch, *statuses, timeout_s=60):
+    def wait(self, batch, *statuses, timeout_s=240):
         deadline_s = time.monotonic() + timeout_s
         while (now := self.batches.retrieve(batch.id)).status not in (statuses or ENDED):
             assert time.monotonic() < deadline_s, now
@@ -91,5 +91,5 @@ def serving(stand_in):
         yield f"http://127.0.0.1:{port}"
     finally:
         server.should_exit = True
-        thread.join(timeout=30)
+        thread.join(timeout=120)
         assert not thread.is_alive()

@@ -26,7 +26,8 @@ class Clock:
 
 class StandIn:
     """What the engine was asked, and what it answers: `delay_s` after, an echo of the prompt; 400
-    where the prompt is "refuse", and as long as `is_held` nothing."""
+    where the prompt is "refuse", and nothing as long as `is_held` or to requests after the first
+    `num_answered`."""
 
     def __init__(self, config, *, delay_s=0.01, clock=time.time, keys=None):
         self.delay_s = delay_s
@@ -37,6 +38,7 @@ class StandIn:
         self.hung_up = 0
         self.note = None  # a file to which each prompt is written
         self.is_held = False
+        self.num_answered = None
         self.is_paused = False
         self.models_asked = []
         self.refusal = "not this one"
@@ -88,11 +90,12 @@ class StandIn:
         self.deadlines[prompt] = request.state.deadline_s
         if self.note is not None:
             os.write(self.note, f"{prompt}\n".encode())
+        number = len(self.order)
         self.num_in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.num_in_flight)
         try:
             await asyncio.sleep(self.delay_s)
-            while self.is_held:
+            while self.is_held or number > (self.num_answered or number):
                 if await request.is_disconnected():
                     self.hung_up += 1
                     break

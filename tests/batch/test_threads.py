@@ -25,9 +25,10 @@ def test_a_key_whose_calls_hang_keeps_only_itself_waiting():
         slots = FairSlots(3, per_key=2, max_waiting=4)
         threads = FairThreads("test", slots, answer_s=0.2)
         end = threading.Event()
-        asyncio.get_running_loop().call_later(20, end.set)  # or a failure would never end
+        asyncio.get_running_loop().call_later(120, end.set)  # or a failure would never end
         hanging = [asyncio.create_task(threads.run("a", end.wait)) for _ in range(6)]
         await asyncio.sleep(0)
+        threads._answer_s = 60.0  # the others are answered, however slow the machine is
         with pytest.raises(ApiError, match="2 such calls under way, and 4 that wait") as error:
             await threads.run("a", end.wait)
         assert error.value.status == 429 and error.value.retry_after_s
@@ -35,9 +36,11 @@ def test_a_key_whose_calls_hang_keeps_only_itself_waiting():
         found = await asyncio.gather(*hanging, return_exceptions=True)
         assert {type(one) for one in found} == {StoreUnavailableError}
         # Calls that were given up keep their threads until they return.
+        threads._answer_s = 0.1
         with pytest.raises(StoreUnavailableError):
             await threads.run("a", lambda: None)
         end.set()
+        threads._answer_s = 60.0
         assert await threads.run("a", lambda: "again") == "again"
         threads.close()
 

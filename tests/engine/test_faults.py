@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import threading
-import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -131,19 +131,23 @@ def test_a_policy_that_never_returns_is_interrupted_and_not_asked_again(
 def test_slow_plans_are_used_and_named_and_too_many_in_a_row_are_the_last(
     make_engine, expected, said, monkeypatch
 ):
-    monkeypatch.setattr("cosched.engine.guard.SLOW_PLAN_S", 0.1)
+    now_s = [0.0]
+    clock = SimpleNamespace(perf_counter=lambda: now_s[0])
+    monkeypatch.setattr("cosched.engine.guard.time", clock)
     engine = make_engine()
     controller = unguarded(engine)
     slow = {*range(1, MOST_FAILURES), *range(10, 10 + MOST_FAILURES)}
-    controller.policy = FailsSometimes(
-        controller.policy, lambda n: time.sleep(0.15) if n in slow else None
-    )
+
+    def plan_slowly(number):
+        now_s[0] += 1.5 if number in slow else 0.5
+
+    controller.policy = FailsSometimes(controller.policy, plan_slowly)
     submit_some(engine)
     assert answers(engine) == expected
     assert controller.policy.num_calls == 9 + MOST_FAILURES
     state = state_of(controller)
     assert state.policy_given_up and state.failures == {"slow_plan": 2 * MOST_FAILURES - 1}
-    assert "took 0.2 s for a plan" in said[0]
+    assert "took 1.5 s for a plan" in said[0]
     assert "the safe rule plans: it is not asked again" in said[-1]
 
 

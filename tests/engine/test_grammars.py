@@ -115,12 +115,12 @@ class Grammars:
     def _compile(self, name):
         self.begun.append(name)
         self._has_begun.release()
-        assert self.gates[name].wait(10)
+        assert self.gates[name].wait(120)
         return name
 
     def wait_begun(self):
         """The next grammar that begins."""
-        assert self._has_begun.acquire(timeout=10)
+        assert self._has_begun.acquire(timeout=120)
         return self.begun[-1]
 
 

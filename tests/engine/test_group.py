@@ -23,7 +23,7 @@ class AllGather:
 
     def __init__(self, size):
         self._rows = [None] * size
-        self._barrier = threading.Barrier(size, timeout=10)
+        self._barrier = threading.Barrier(size, timeout=120)
 
     def of(self, rank):
         def exchange(numbers):

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import time
+from types import SimpleNamespace
 
+import pytest
+
+from cosched.engine import preparation
 from cosched.engine.preparation import LoopLag, PreparationGate, is_prepared
 
 
 def test_a_few_are_prepared_at_a_time_and_the_next_as_one_is_tokenized():
     async def run():
         gate, preparing, most = PreparationGate(LoopLag()), set(), [0]
+        num_prepared = 0
 
         async def request(number):
+            nonlocal num_prepared
             await gate.enter()
             preparing.add(number)
             most[0] = max(most[0], len(preparing))
@@ -20,10 +26,12 @@ def test_a_few_are_prepared_at_a_time_and_the_next_as_one_is_tokenized():
             preparing.discard(number)
             is_prepared()
             is_prepared()  # of each sequence of a request
-            await asyncio.sleep(60)  # it runs: others do not wait for that
+            num_prepared += 1
+            await asyncio.Event().wait()  # it runs: others do not wait for that
 
         tasks = [asyncio.create_task(request(number)) for number in range(50)]
-        await asyncio.sleep(0.5)
+        while num_prepared < 50:
+            await asyncio.sleep(0.001)
         assert most[0] == 4 and not preparing
         for task in tasks:
             task.cancel()
@@ -51,17 +59,25 @@ def test_requests_that_fail_or_leave_give_their_places_back():
     asyncio.run(run())
 
 
-def test_while_the_loop_lags_each_waits_for_as_long_as_it_lags():
+def test_while_the_loop_lags_each_waits_for_as_long_as_it_lags(monkeypatch):
+    waits_s = []
+
+    async def sleep(seconds):
+        waits_s.append(seconds)
+
+    monkeypatch.setattr(preparation, "asyncio", SimpleNamespace(**vars(asyncio) | {"sleep": sleep}))
+
     async def run(lag_s):
-        lag, waits = LoopLag(), []
+        waits_s.clear()
+        lag = LoopLag()
         lag.add(lag_s)
-        gate, began_s = PreparationGate(lag), time.monotonic()
+        gate = PreparationGate(lag)
         for _ in range(5):
             (await gate.enter()).end()
-            waits.append(time.monotonic() - began_s)
-        return waits[-1]
+        return sum(waits_s)
 
-    assert asyncio.run(run(0.1)) >= 5 * 0.1 > asyncio.run(run(0.001))
+    assert asyncio.run(run(0.1)) == pytest.approx(0.5)
+    assert asyncio.run(run(0.001)) == 0
 
 
 def test_the_lag_of_a_loop_that_stops_is_seen():

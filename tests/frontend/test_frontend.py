@@ -39,7 +39,7 @@ class Listener(FakeServer):
         return Reply.of({"model_path": "none", "is_generation": True})
 
     def generate(self, asked):
-        self.gate.wait(10)
+        self.gate.wait(120)
         # The first token of a prompt follows nothing; SGLang's choices rely on the None.
         first = None if "input_ids" in asked.body else -0.5
         probabilities = [[first, 1, "a"], [-0.5, 2, "b"]]

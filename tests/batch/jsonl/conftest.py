@@ -49,7 +49,7 @@ class Batch:
 
     def end(self, process: subprocess.Popen[str], code: int = 0) -> dict[str, Any]:
         """Wait for its end; the JSON of the last line (empty when there is none)."""
-        stdout, stderr = process.communicate(timeout=60)
+        stdout, stderr = process.communicate(timeout=240)
         return self._report(process.returncode, code, stdout, stderr)
 
     def run(self, *options: str, code: int = 0) -> dict[str, Any]:

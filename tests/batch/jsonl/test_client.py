@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import threading
 import time
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from cosched.batch.jsonl.client import Client, RetryRules
 from cosched.batch.jsonl.lines import RequestLine
 from cosched.batch.jsonl.records import Answer, Failure
+from tests.batch.api import until
 from tests.fake_server import Reply, answer
 
 ABORTED = Reply(body=b'{"id": "r", "choices": [{"text": "x", "finish_reason": "abort"}]}')
@@ -144,14 +146,16 @@ def test_a_line_fails_when_it_takes_longer_than_allowed(fake):
 
 def test_it_does_not_give_up_on_a_full_server_that_works_on_something(fake):
     """One request is taken and takes long; the other is refused for longer than --max-wait."""
-    taken_s = []
+    is_taken, refused_s = threading.Event(), []
 
     def behave(asked):
         if asked.body["prompt"] == 1:
-            taken_s.append(time.monotonic())
-            return answer(asked, delay_s=1.0)
-        is_full = not taken_s or time.monotonic() < taken_s[0] + 0.8
-        return Reply(status=503) if is_full else answer(asked)
+            is_taken.set()
+            until(lambda: refused_s and refused_s[-1] - refused_s[0] > 0.5)
+            return answer(asked)
+        is_taken.wait()
+        refused_s.append(time.monotonic())
+        return Reply(status=503) if refused_s[-1] - refused_s[0] <= 0.5 else answer(asked)
 
     fake.behave = behave
     rules = RetryRules(max_wait_s=0.2, base_s=0.01, cap_s=0.01)

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -25,13 +26,19 @@ def write(batch, count, *more):
     batch.write([*lines(count, "a"), *more])
 
 
-def slowly(delay_s):
-    return lambda asked: answer(asked, delay_s=delay_s)
+def once_there_are(num, server):
+    """Answers when so many requests are at the server, however slow the client is."""
+
+    def behave(asked):
+        until(lambda: server.max_waiting >= num)
+        return answer(asked, delay_s=0.01)
+
+    return behave
 
 
 def test_every_line_is_answered_with_as_many_requests_at_a_time_as_allowed(batch):
     write(batch, 50)
-    batch.server.behave = slowly(0.05)
+    batch.server.behave = once_there_are(7, batch.server)
     report = batch.run("--concurrency", "7")
     assert batch.server.max_waiting == 7
     assert batch.answered() == names(50)
@@ -82,7 +89,7 @@ def test_fewer_open_files_than_requests_make_them_fewer(batch, monkeypatch):
     monkeypatch.setattr("resource.getrlimit", lambda kind: (64, 70))
     monkeypatch.setattr("resource.setrlimit", lambda kind, limits: None)
     write(batch, 30)
-    batch.server.behave = slowly(0.02)
+    batch.server.behave = once_there_are(6, batch.server)
     batch.run()
     assert batch.server.max_waiting == 6
     assert "6 requests at the server at a time: --concurrency 2048 needs" in batch.stderr
@@ -192,17 +199,22 @@ def test_a_server_that_restarts_and_misbehaves_costs_no_line(batch):
         Reply(status=500),
     ]
 
+    restarts = []
+
     def behave(asked):
-        kind = int(asked.body["prompt"][1:]) % 7
-        if asked.nth == 1 and kind < len(faults):
-            return faults[kind]
-        return answer(asked, delay_s=0.05)
+        number = int(asked.body["prompt"][1:])
+        if asked.nth == 1 and number % 7 < len(faults):
+            return faults[number % 7]
+        # The job cannot end before the last restart.
+        is_held = len(restarts) < 2 and number >= 200
+        return answer(asked, delay_s=600 if is_held else 0.02)
 
     batch.server.behave = behave
     process = batch.start("--concurrency", "20")
-    for _ in range(2):
+    for number in range(2):
         until(lambda: batch.server.num_waiting > 5)
         batch.server.stop()
+        restarts.append(number)
         time.sleep(0.3)
         batch.server.start()
     batch.end(process)
@@ -316,7 +328,9 @@ def test_an_input_that_cannot_be_read_ends_with_one_line_of_json(batch):
 
 def test_a_server_that_goes_for_good_is_exit_code_3(batch):
     write(batch, 40)
-    batch.server.behave = slowly(0.2)
+    batch.server.behave = lambda asked: answer(
+        asked, delay_s=0 if len(batch.server.asked) <= 6 else 600
+    )
     process = batch.start("--concurrency", "2", "--max-wait", "1")
     until(lambda: batch.out.exists() and len(batch.answers()) > 3)
     batch.server.stop()
@@ -349,11 +363,18 @@ def test_validate_checks_all_lines_and_touches_nothing(batch):
 
 def test_the_input_may_not_change_while_the_job_runs(batch):
     write(batch, 10)
-    batch.server.behave = slowly(0.5)
+    changed = threading.Event()
+
+    def behave(asked):
+        changed.wait()
+        return answer(asked)
+
+    batch.server.behave = behave
     process = batch.start()
     until(lambda: len(batch.server.asked) == 10)
     with open(batch.input, "a") as file:
         file.write(json.dumps(line("late")) + "\n")
+    changed.set()
     batch.end(process, 2)
     assert "was changed while the job ran" in batch.stderr
 
