@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 
 import httpx
 import pytest
@@ -110,17 +109,18 @@ def test_what_waits_for_a_lock_is_a_503_while_others_are_answered(
 ):
     """A locked table of PostgreSQL. The store has its own threads: the default executor of asyncio,
     in which SGLang prepares chats, stays free."""
-    monkeypatch.setattr("cosched.batch.database._TIMEOUTS", "-c lock_timeout=1s")
+    monkeypatch.setattr("cosched.batch.service._ANSWER_S", 120.0)
+    monkeypatch.setattr("cosched.batch.database._TIMEOUTS", "-c lock_timeout=120s")
     stand_in = StandIn(BatchesConfig(folder=str(folder), url=postgres_url))
     used = []
 
     async def prepare():
-        began_s = time.monotonic()
         await asyncio.get_running_loop().run_in_executor(None, used.append, 1)
-        return {"s": time.monotonic() - began_s}
 
     stand_in.app.add_api_route("/prepare", prepare)
     engine = sa.create_engine(database_url(postgres_url), poolclass=sa.NullPool)
+    waiting = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"
+    cancel = waiting.replace("count(*)", "pg_cancel_backend(pid)")
     with serving(stand_in) as url, engine.connect() as connection:
         found, headers = [], {"authorization": "Bearer a"}
         connection.exec_driver_sql("LOCK TABLE batches IN ACCESS EXCLUSIVE MODE")
@@ -131,11 +131,12 @@ def test_what_waits_for_a_lock_is_a_503_while_others_are_answered(
         asking = [threading.Thread(target=ask) for _ in range(8)]
         for thread in asking:
             thread.start()
-        time.sleep(0.5)
+        until(lambda: connection.exec_driver_sql(waiting).scalar())
         for _ in range(3):
-            assert httpx.get(f"{url}/prepare", timeout=60).json()["s"] < 1
+            httpx.get(f"{url}/prepare", timeout=60).raise_for_status()
         assert not found
-        asking[0].join()
+        connection.exec_driver_sql(cancel)  # as PostgreSQL does after `lock_timeout`
+        until(lambda: found)
         connection.rollback()
         for thread in asking:
             thread.join()
