@@ -140,7 +140,7 @@ class RealServer:
 
 
 def wait_ready(server):
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + 240
     while True:
         with contextlib.suppress(httpx.TransportError):
             if httpx.get(f"{server.url}/v1/batches", timeout=5).status_code == 200:

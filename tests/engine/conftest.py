@@ -144,7 +144,7 @@ def random_traffic(
         also()
         held, total = kv_tokens(scheduler)
         assert held <= total
-        if iteration < 120 and (len(engine.replies) == len(sent) or rng.random() < 0.35):
+        if iteration < 80 and (len(engine.replies) == len(sent) or rng.random() < 0.35):
             rid = f"r{len(sent)}"
             sent[rid] = rng.randint(1, most_tokens)
             shared = prompt(rng.randint(0, 3), rng.choice(heads))

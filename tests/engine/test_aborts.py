@@ -5,7 +5,7 @@ import math
 import pytest
 from sglang.srt.managers.io_struct import AbortReq
 
-from tests.engine.conftest import assert_drained, prompt
+from tests.engine.conftest import assert_drained, prompt, without_model
 
 
 class CountingRid(str):
@@ -27,7 +27,7 @@ class CountingRid(str):
 
 def with_waiting(make_engine, number, **flags):
     """An engine in which all but a few of so many requests wait, every fourth online."""
-    engine = make_engine(policy="hygen", max_running_requests=2, **flags)
+    engine = without_model(make_engine(policy="hygen", max_running_requests=2, **flags))
     for index in range(number):
         rid = CountingRid(f"r{index:04d}")
         priority = 0 if index % 4 == 0 else -1

@@ -16,7 +16,7 @@ SHARED = {"kv": {"bidirectional_pages": True}}
     [
         (8, 960, False, True, True),
         (16, 640, True, True, False),
-        (64, 1280, True, False, True),
+        pytest.param(64, 1280, True, False, True, marks=pytest.mark.long),
     ],
 )
 def test_sharing_pages_changes_no_token(

@@ -10,6 +10,7 @@ import pytest
 import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.engine.feature import Feature
 from cosched.engine.read_state import offline_progress, state_of
+from tests.crossed import crossed
 from tests.engine.conftest import assert_drained, prompt, use_stepping_clock, without_model
 
 
@@ -40,8 +41,7 @@ def export(make_engine):
 ONLINE, OFFLINE = {"request_class": "online"}, {"request_class": "offline"}
 
 
-@pytest.mark.parametrize("policy", ["sarathi", "hygen"])
-@pytest.mark.parametrize("overlap", [False, True])
+@crossed(policy=["sarathi", "hygen"], overlap=[False, True])
 def test_both_classes_are_counted(export, policy, overlap):
     engine, value = export(policy=policy, overlap=overlap, max_running_requests=4)
     for i in range(5):

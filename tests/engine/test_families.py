@@ -4,6 +4,8 @@ import pytest
 
 from tests import families
 
+pytestmark = pytest.mark.long  # `test_support` asks about each reason once
+
 COMMANDS = families.commands()
 
 

@@ -10,6 +10,7 @@ import pytest
 from cosched.core.plan import Plan
 from cosched.engine.guard import MOST_FAILURES
 from cosched.engine.read_state import state_of
+from tests.crossed import crossed
 from tests.engine.conftest import assert_drained, prompt
 
 OFFLINE = -1
@@ -75,8 +76,7 @@ class FailsSometimes:
         return self._fails(self.num_calls) or self._inner.plan(view, state)
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("policy", ["sarathi", "hygen", "echo-bs+e+s"])
+@crossed(policy=["sarathi", "hygen", "echo-bs+e+s"], overlap=[True, False])
 def test_a_policy_that_fails_now_and_then_costs_nobody_a_token(
     make_engine, expected, policy, overlap, said
 ):
@@ -204,8 +204,7 @@ WATCHERS = {
 }
 
 
-@pytest.mark.parametrize("place", WATCHERS)
-@pytest.mark.parametrize("overlap", [True, False])
+@crossed(place=WATCHERS.keys(), overlap=[True, False])
 def test_what_only_watches_or_orders_may_fail(make_engine, expected, monkeypatch, place, overlap):
     engine = make_engine(policy="hygen", overlap=overlap)
     controller = unguarded(engine)

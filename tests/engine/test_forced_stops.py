@@ -12,7 +12,7 @@ from cosched.errors import PlanError
 from cosched.schedule.validate import validate
 from tests.engine.conftest import assert_drained, outputs, prompt
 
-NUM_REQUESTS = int(os.environ.get("COSCHED_STOPPED_REQUESTS", "120"))
+NUM_REQUESTS = int(os.environ.get("COSCHED_STOPPED_REQUESTS", "60"))
 
 ROOM = 60_000
 TIGHT = 800

@@ -226,7 +226,10 @@ HOST_OPERATIONS = {getattr(HostMachine, op.__name__): n for op, n in OPERATIONS.
 }
 
 
-@pytest.mark.parametrize(("page_size", "is_write_back"), [(1, True), (4, True), (1, False)])
+@pytest.mark.parametrize(
+    ("page_size", "is_write_back"),
+    [pytest.param(1, True, marks=pytest.mark.long), (4, True), (1, False)],
+)
 def test_all_counts_are_right_on_both_tiers(monkeypatch, page_size, is_write_back):
     monkeypatch.setattr("cosched.engine.tree_core._LEAST_TAIL", 2)  # nodes are short here
     machine = HostMachine(page_size=page_size, seed=page_size, is_write_back=is_write_back)

@@ -92,7 +92,7 @@ def undisturbed():
     ("write", "page_size", "num_polls", "ratio", "is_ahead"),
     [
         ("write_back", 16, 3, 1.5, True),
-        ("write_back", 1, 9, 1.5, True),
+        pytest.param("write_back", 1, 9, 1.5, True, marks=pytest.mark.long),
         ("write_back", 1, 6, 0.4, False),
         ("write_through", 1, 2, 1.5, True),
         ("write_through_selective", 16, 0, 0.4, False),

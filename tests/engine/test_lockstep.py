@@ -16,7 +16,7 @@ from tests.engine.conftest import FLAGS, OFFLINE
 from tests.engine.tiny_models import DENSE, LATENT, MIXTURE, SIZES
 
 NUM_RANKS = int(os.environ.get("COSCHED_LOCKSTEP_RANKS", "2"))  # or 4
-NUM_REQUESTS = int(os.environ.get("COSCHED_LOCKSTEP_REQUESTS", "15"))
+NUM_REQUESTS = int(os.environ.get("COSCHED_LOCKSTEP_REQUESTS", "12"))
 BINDING = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1|0|1", "OMP_NUM_THREADS": "1"}
 RUN = """
 import json, sys
@@ -83,19 +83,37 @@ def group(forks, tmp_path):
     return run
 
 
+STOCK = {}
+
+
+@pytest.fixture
+def stock(group):
+    """`stock(requests, ...)`: the tokens of stock, once for all tests."""
+
+    def tokens(requests, **task):
+        key = json.dumps([requests, task])
+        if key not in STOCK:
+            STOCK[key] = outputs(group(requests, policy="sglang", **task))
+        return STOCK[key]
+
+    return tokens
+
+
 def outputs(told):
     return {rid: ids for one in told for rid, ids in one["outputs"].items()}
 
 
 @pytest.mark.parametrize(
     ("policy", "num_ranks", "model"),
-    [("cosched", NUM_RANKS, MIXTURE), ("hygen", 2, LATENT)],
-    ids=["cosched", "hygen, latent attention"],
+    [
+        pytest.param("cosched", NUM_RANKS, MIXTURE, id="cosched"),
+        pytest.param("hygen", 2, LATENT, id="hygen, latent attention", marks=pytest.mark.long),
+    ],
 )
-def test_the_same_tokens_as_stock_with_preemptions(group, policy, num_ranks, model):
+def test_the_same_tokens_as_stock_with_preemptions(group, stock, policy, num_ranks, model):
     """With 4 ranks two share the requests of each rank of DP attention."""
     requests = traffic(NUM_REQUESTS)
-    expected = outputs(group(requests, policy="sglang", num_ranks=num_ranks, model=model))
+    expected = stock(requests, num_ranks=num_ranks, model=model)
     told = group(requests, policy=policy, num_ranks=num_ranks, model=model, stops=0.2)
     assert len(expected) == NUM_REQUESTS
     assert outputs(told) == expected
@@ -107,13 +125,13 @@ def test_the_same_tokens_as_stock_with_preemptions(group, policy, num_ranks, mod
         assert one["observed"] > 0
 
 
-def test_the_same_tokens_as_stock_with_drafts(group, tmp_path):
+def test_the_same_tokens_as_stock_with_drafts(group, stock, tmp_path):
     """The ranks prefill and decode in turns."""
     switches = ["--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", str(tmp_path)]
     for name, number in (("num-draft-tokens", 4), ("num-steps", 3), ("eagle-topk", 1)):
         switches += [f"--speculative-{name}", str(number)]
     requests = traffic(NUM_REQUESTS)
-    expected = outputs(group(requests, policy="sglang", switches=switches))
+    expected = stock(requests, num_ranks=NUM_RANKS, model=MIXTURE)
     told = group(requests, switches=switches, stops=0.3)
     assert outputs(told) == expected
     assert any(one["state"]["num_preemptions"] for one in told)

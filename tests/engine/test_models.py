@@ -25,7 +25,7 @@ def test_the_same_tokens_as_stock(
     monkeypatch.setattr("sglang.srt.model_loader.loader.initialize_dummy_weights", randomize)
     (tmp_path / "config.json").write_text(json.dumps(SIZES | model))
     served = {"model_path": tmp_path, "load_format": "dummy"}
-    texts = prompts(16)
+    texts = prompts(10)
     stock = make_engine(policy="sglang", mixed=False, switches=switches, **served)
     expected = submit(stock, texts)
     assert len({tuple(ids) for ids in expected.values()}) == len(texts)

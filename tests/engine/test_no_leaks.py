@@ -25,9 +25,9 @@ from tests.adapters import FLAGS as LORA_FLAGS
 from tests.adapters import load_adapters, make_adapters, without_pinned_memory
 from tests.engine.conftest import assert_drained, view_now
 
-NUM_OPERATIONS = int(os.environ.get("COSCHED_SLOT_OPERATIONS", "1000"))
+NUM_OPERATIONS = int(os.environ.get("COSCHED_SLOT_OPERATIONS", "600"))
 
-PER_ROUND = 500
+PER_ROUND = 300
 """Operations after which all requests must end, and leaks are counted."""
 PER_ITERATION = 3
 

@@ -16,6 +16,7 @@ from cosched.engine.offline_gate import (
     limits_to_message,
 )
 from cosched.engine.read_state import state_of
+from tests.crossed import crossed
 from tests.engine.conftest import assert_drained, prompt, without_model
 
 POLICIES = ["sarathi", "hygen", "echo-bs+e+s"]
@@ -58,8 +59,7 @@ def test_limits_travel_as_numbers(limits):
     assert limits_from_message(message) == limits
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("policy", POLICIES)
+@crossed(policy=POLICIES, overlap=[False, True])
 def test_a_paused_pool_admits_nobody_and_chat_goes_on(make_engine, policy, overlap):
     engine = make_engine(policy=policy, overlap=overlap)
     send_limits(engine, paused=True)
@@ -80,8 +80,7 @@ def test_a_paused_pool_admits_nobody_and_chat_goes_on(make_engine, policy, overl
     assert_drained(engine)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("stop_running", [False, True])
+@crossed(policy=POLICIES, stop_running=[False, True])
 def test_no_more_run_than_the_limit_says(make_engine, policy, stop_running):
     engine = without_model(make_engine(policy=policy, overlap=True))
     submit_offline(engine, 8)
@@ -134,8 +133,7 @@ def test_a_full_pool_answers_429_and_takes_stopped_requests_back(make_engine):
     assert all(len(engine.replies[f"off{i}"].output_ids) == 5 for i in range(10, 13))
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("policy", ["sglang", "priority", *POLICIES])
+@crossed(policy=["sglang", "priority", *POLICIES], overlap=[False, True])
 def test_letting_go_ends_all_offline_work_and_no_chat(make_engine, policy, overlap):
     switches = ["--enable-priority-scheduling"] if policy == "priority" else []
     engine = make_engine(policy=policy, overlap=overlap, switches=switches)

@@ -4,11 +4,11 @@ import os
 import random
 from types import SimpleNamespace
 
-import pytest
 import torch
 
 import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.engine.port.bidirectional import BidirectionalAllocator, allocate_for, free_row
+from tests.crossed import crossed
 
 NUM_OPERATIONS = int(os.environ.get("COSCHED_PAGE_OPERATIONS", "2000"))
 
@@ -224,8 +224,7 @@ class Machine:
         self.num_shared += len(shared)
 
 
-@pytest.mark.parametrize("page_size", [2, 4, 16, 64])
-@pytest.mark.parametrize("num_pages", [30, 60])
+@crossed(page_size=[2, 4, 16, 64], num_pages=[30, 60])
 def test_no_slot_is_lost_or_owned_twice(page_size, num_pages):
     machine = Machine(page_size=page_size, num_pages=num_pages, seed=page_size + num_pages)
     for _ in range(NUM_OPERATIONS // 8):

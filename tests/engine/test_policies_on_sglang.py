@@ -49,29 +49,35 @@ def ask_all(engine, *, seed):
 
 
 AMPLE = {
-    "names": (
-        *("hygen", "echo-bs", "echo-bs+e", "echo-bs+e+s", "echo-bs+e+s+m", "cosched"),
-        *("bros", "bros-late-last", "bros-rr", "bros-rt"),
-        *("own_policy:IdleOnly", "batch_size:BatchSize"),  # of examples/
-    ),
+    "names": ("echo-bs+e+s+m", "cosched", "bros", "batch_size:BatchSize"),
     "seed": 1,
     "flags": {},
 }
+OTHERS = {
+    **AMPLE,
+    "names": (*("echo-bs", "echo-bs+e", "echo-bs+e+s", "bros-late-last", "bros-rr", "bros-rt"),),
+}
 SCARCE = {
-    "names": ("eco-srtf", "eco-vllm", "eco-multires", "eco-syncfastgen"),
+    "names": ("eco-srtf", "eco-multires"),
     "seed": 3,
     "flags": {"page_size": 16},
     "max_total_tokens": 992,
 }
 
 
-WITHOUT_OVERLAP = {**AMPLE, "names": ("hygen", "cosched", "bros", "own_policy:IdleOnly")}
+WITHOUT_OVERLAP = {**AMPLE, "names": ("hygen", "cosched", "own_policy:IdleOnly")}
+OTHER_SCARCE = {**SCARCE, "names": ("eco-vllm", "eco-syncfastgen")}
 
 
 @pytest.mark.parametrize(
     ("case", "overlap"),
-    [(AMPLE, True), (WITHOUT_OVERLAP, False), (SCARCE, True), (SCARCE, False)],
-    ids=["ample memory", "ample memory, no overlap", "scarce memory", "scarce memory, no overlap"],
+    [
+        pytest.param(AMPLE, True, id="ample memory"),
+        pytest.param(WITHOUT_OVERLAP, False, id="ample memory, no overlap"),
+        pytest.param(SCARCE, True, id="scarce memory"),
+        pytest.param(OTHER_SCARCE, False, id="scarce memory, no overlap"),
+        pytest.param(OTHERS, True, id="ample memory, others", marks=pytest.mark.long),
+    ],
 )
 def test_what_is_answered_does_not_depend_on_the_policy(make_engine, monkeypatch, case, overlap):
     monkeypatch.syspath_prepend(EXAMPLES)
@@ -92,6 +98,7 @@ def test_what_is_answered_does_not_depend_on_the_policy(make_engine, monkeypatch
 def test_shared_heads_are_computed_once_in_prefix_order_only(make_engine, ordered, unordered):
     def computed(policy):
         engine = make_engine(policy=policy, max_total_tokens=700, max_running_requests=3)
+        without_model(engine)
         for i in range(30):
             tokens = prompt(i % 6, 150) + prompt(60 + i, 10)
             engine.submit(f"r{i}", tokens, max_new_tokens=2, priority=OFFLINE)
@@ -140,9 +147,10 @@ class Crowded:
         return plan, after
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("name", ["bros", "bros-nobi"])
+@pytest.mark.parametrize(
+    ("name", "overlap", "page_size"),
+    [("bros", True, 1), ("bros", False, 16), ("bros-nobi", False, 1), ("bros-nobi", True, 16)],
+)
 def test_forced_exchange_of_bros_changes_no_token(make_engine, overlap, page_size, name):
     flags = {"overlap": overlap, "page_size": page_size, "chunked_prefill_size": 256}
     answers = ask_all(make_engine(policy="sarathi", **flags), seed=3)
@@ -155,7 +163,9 @@ def test_forced_exchange_of_bros_changes_no_token(make_engine, overlap, page_siz
     assert_drained(engine)
 
 
-@pytest.mark.parametrize(("page_size", "overlap"), [(1, True), (16, False)])
+@pytest.mark.parametrize(
+    ("page_size", "overlap"), [pytest.param(1, True, marks=pytest.mark.long), (16, False)]
+)
 def test_cosched_preempts_late_prefills_and_answers_all_requests(make_engine, page_size, overlap):
     """Most targets are missed from the start, and prompts have many chunks."""
     engine = make_engine(policy="cosched", overlap=overlap, page_size=page_size)
@@ -177,7 +187,9 @@ def test_cosched_preempts_late_prefills_and_answers_all_requests(make_engine, pa
     assert preempted, "no late prefill was preempted"
 
 
-@pytest.mark.parametrize("name", ["ecoserve", "ecoserve-oracle"])
+@pytest.mark.parametrize(
+    "name", ["ecoserve", pytest.param("ecoserve-oracle", marks=pytest.mark.long)]
+)
 def test_ecoserve_serves_all_requests_where_lengths_are_badly_known(make_engine, name):
     """A standard deviation of 0.8 of the logarithm (decision 4)."""
     rng = random.Random(len(name))
@@ -197,7 +209,9 @@ def test_ecoserve_serves_all_requests_where_lengths_are_badly_known(make_engine,
     random_traffic(engine, len(name), most_tokens=60, wishes=wishes)
 
 
-@pytest.mark.parametrize(("page_size", "overlap"), [(1, True), (16, False)])
+@pytest.mark.parametrize(
+    ("page_size", "overlap"), [pytest.param(1, True, marks=pytest.mark.long), (16, False)]
+)
 def test_guests_of_ecoserve_grow_in_what_their_hosts_were_promised(make_engine, page_size, overlap):
     engine = make_engine(
         policy="ecoserve-oracle",

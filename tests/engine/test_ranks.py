@@ -1,7 +1,6 @@
 """Rank 0's plan reaches the others, whatever its size: two processes and a real process group."""
 
-import subprocess
-import sys
+from concurrent.futures import ThreadPoolExecutor
 
 from cosched.batch.jsonl.server import free_port
 
@@ -38,14 +37,8 @@ print("equal")
 """
 
 
-def test_every_rank_gets_the_plan():
-    port = free_port()
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", PROGRAM, str(rank), str(port)],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    assert [process.communicate(timeout=120)[0] for process in processes] == ["equal\n"] * 2
+def test_every_rank_gets_the_plan(forks):
+    port = str(free_port())
+    with ThreadPoolExecutor(2) as threads:
+        ran = threads.map(lambda rank: forks.run(PROGRAM, rank, port), "01")
+    assert [one.stdout for one in ran] == ["equal\n"] * 2

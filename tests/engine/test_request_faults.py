@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from cosched.engine.decision_log.read import read_log
 from cosched.engine.faults import Isolation
+from tests.crossed import crossed
 from tests.engine.conftest import assert_drained, prompt
 
 OFFLINE = -1
@@ -181,8 +182,7 @@ def run_poisoned(engine, poison, monkeypatch, **options):
     return engine.replies
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["plain loop", "overlap loop"])
-@pytest.mark.parametrize("poison", POISONS.values(), ids=POISONS)
+@crossed(poison=POISONS, overlap={"overlap loop": True, "plain loop": False})
 def test_only_the_request_that_fails_is_aborted(
     make_engine, monkeypatch, expected, poison, overlap
 ):
@@ -196,8 +196,10 @@ def test_only_the_request_that_fails_is_aborted(
     assert sum(engine.scheduler.cosched.guard.failures.values()) > 0
 
 
-@pytest.mark.parametrize("policy", ["sglang", "priority", "sarathi", "cosched", "bros", "ecoserve"])
-@pytest.mark.parametrize("poison", [SAMPLING, FIFTH_TOKEN], ids=["sampling", "fifth token"])
+@crossed(
+    policy=["sglang", "priority", "sarathi", "cosched", "bros", "ecoserve"],
+    poison={"sampling": SAMPLING, "fifth token": FIFTH_TOKEN},
+)
 def test_every_policy_survives_it(make_engine, monkeypatch, expected, poison, policy):
     engine = make_engine(policy=policy, overlap=True)
     replies = run_poisoned(engine, poison, monkeypatch)

@@ -6,6 +6,7 @@ from cosched.core.request import RequestClass
 from cosched.engine import port
 from cosched.engine.read_state import state_of
 from cosched.engine.tracked import TrackedRequest
+from tests.crossed import crossed
 from tests.engine.conftest import (
     assert_drained,
     prompt,
@@ -29,8 +30,7 @@ def waiting(engine):
     return rids(engine.scheduler.waiting_queue)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("mixed", [True, False])
+@crossed(overlap=[False, True], mixed=[True, False])
 def test_online_is_admitted_while_a_chunked_offline_prefill_is_under_way(
     make_engine, overlap, mixed
 ):
@@ -59,7 +59,7 @@ def test_online_is_admitted_while_a_chunked_offline_prefill_is_under_way(
     assert_drained(engine)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.long), True])
 def test_online_is_admitted_when_kv_memory_is_what_is_missing(make_engine, overlap):
     engine = make_engine(overlap=overlap, max_total_tokens=1000, chunked_prefill_size=512)
     for i in range(3):
@@ -110,8 +110,7 @@ def test_a_stopped_request_keeps_class_arrival_and_tokens_and_resumes_from_the_t
     assert_drained(engine)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("state", ["queued", "prefilling", "paused", "running", "preempted"])
+@crossed(state=["queued", "prefilling", "paused", "running", "preempted"], overlap=[False, True])
 def test_abort_frees_everything_in_every_state(make_engine, overlap, state):
     engine = make_engine(overlap=overlap, max_running_requests=2)
     long = 600 if state in ("prefilling", "paused") else 100
@@ -180,7 +179,9 @@ def test_pool_counts_in_idleness_loads_flush_and_server_info(make_engine):
     assert_drained(engine)
 
 
-@pytest.mark.parametrize("policy", ["sglang", "priority", "sarathi"])
+@pytest.mark.parametrize(
+    "policy", ["sglang", pytest.param("priority", marks=pytest.mark.long), "sarathi"]
+)
 def test_a_full_queue_turns_online_away_and_never_offline(make_engine, policy):
     switches = ["--enable-priority-scheduling"] if policy == "priority" else []
     engine = make_engine(
@@ -207,6 +208,7 @@ def test_when_decodes_run_out_of_memory_offline_gives_way(make_engine):
         max_total_tokens=700, chunked_prefill_size=512, schedule_conservativeness=0.01
     )
     # What may end early is not counted in full (0.5.23 counts the output of `ignore_eos` so).
+    without_model(engine)
     may_end = {"ignore_eos": False}
     engine.submit("on", prompt(1, 100), max_new_tokens=200, **may_end)
     for i in range(4):
@@ -218,7 +220,10 @@ def test_when_decodes_run_out_of_memory_offline_gives_way(make_engine):
     assert_drained(engine)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "seed",
+    [0, 1, pytest.param(2, marks=pytest.mark.long), 3, 4, pytest.param(5, marks=pytest.mark.long)],
+)
 def test_random_traffic_leaks_nothing_and_answers_everything(make_engine, seed):
     engine = make_engine(
         overlap=bool(seed % 2),
@@ -291,7 +296,7 @@ def test_what_an_earlier_job_left_in_the_cache_is_used_first(make_engine):
     assert served(engine)[1:] == expected
 
 
-@pytest.mark.parametrize("policy", ["cosched", "hygen"])
+@pytest.mark.parametrize("policy", ["cosched", pytest.param("hygen", marks=pytest.mark.long)])
 def test_tenants_of_a_real_scheduler_share_it_and_keep_their_limits(make_engine, policy):
     """The first tenant's job comes first; the last one's is done long before it."""
     limits = {"keys": {"k": {"name": "limited", "max_running_offline": 2}}}

@@ -241,6 +241,7 @@ with LocalEngine(sys.argv[1:]) as engine:
 """
 
 
+@pytest.mark.long
 def test_the_kernels_give_the_tokens_of_torch(tiny_model, make_engine):
     """Under Triton's interpreter, in a process of its own: that is chosen at import."""
     config = {"policy": "sarathi", "strict": True, "shared_prefix": {"min_saved_tokens": 1}}

@@ -49,7 +49,7 @@ def penalized_answers(engine, *, max_iterations=3000, when=lambda iteration: Non
     return outputs(engine)
 
 
-@pytest.mark.parametrize("mixed", [True, False])
+@pytest.mark.parametrize("mixed", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_penalties_count_the_same_tokens_with_pauses(make_engine, mixed):
     expected = penalized_answers(make_engine(mixed=mixed))
     engine = make_engine(mixed=mixed)
@@ -96,7 +96,7 @@ def lora_engine(make_engine, tmp_path):
         yield make
 
 
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_adapters_of_paused_requests_stay_in_use(lora_engine, overlap):
     engine, ids = lora_engine(overlap=overlap)
     hold_at_random(engine, seed=4)
@@ -157,7 +157,11 @@ def test_a_request_that_the_engine_keeps_refusing_causes_no_preemptions(make_eng
 
 @pytest.mark.parametrize(
     ("policy", "overlap"),
-    [("sarathi", True), ("hygen", False), ("echo-bs+e+s", False)],
+    [
+        ("sarathi", True),
+        ("hygen", False),
+        pytest.param("echo-bs+e+s", False, marks=pytest.mark.long),
+    ],
 )
 def test_decodes_continue_beside_prefills_that_cannot_be_mixed_with_them(
     make_engine, policy, overlap
@@ -185,7 +189,7 @@ def test_decodes_continue_beside_prefills_that_cannot_be_mixed_with_them(
     assert_drained(engine)
 
 
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_an_idle_engine_that_refuses_a_plan_cuts_the_prompts_itself(make_engine, overlap):
     """A rule of the engine that cosched does not know must not block the scheduler."""
     engine = make_engine(
@@ -213,7 +217,7 @@ def test_prompts_are_cut_where_the_engine_aligns_them(make_engine, policy, prior
     assert controller.counters.num_engine_refusals == 0
 
 
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_beams_are_never_preempted_or_paused(make_engine, overlap):
     engine = make_engine(policy="sarathi", overlap=overlap, max_running_requests=6)
     hold_at_random(engine, seed=1)
@@ -235,7 +239,9 @@ def test_beams_are_never_preempted_or_paused(make_engine, overlap):
     assert costs["offline"]["acme/x"] > 0, "SGLang gives beams sampling parameters of their own"
 
 
-@pytest.mark.parametrize(("policy", "seed"), [("sarathi", 2), ("hygen", 1)])
+@pytest.mark.parametrize(
+    ("policy", "seed"), [pytest.param("sarathi", 2, marks=pytest.mark.long), ("hygen", 1)]
+)
 def test_decodes_find_their_pages_beside_prefills(make_engine, policy, seed):
     """A decode may need a new page, which SGLang does not check in mixed batches."""
     page = 64

@@ -13,7 +13,7 @@ from tests.engine.conftest import OFFLINE
 from tests.engine.integrity import check_tree
 from tests.engine.test_forced_stops import StoppingPolicy
 
-NUM_REQUESTS = int(os.environ.get("COSCHED_DRAFTED_REQUESTS", "24"))
+NUM_REQUESTS = int(os.environ.get("COSCHED_DRAFTED_REQUESTS", "14"))
 SMALL = {"max_total_tokens": 700, "max_running_requests": 6}
 DRAFTS = {"speculative_num_draft_tokens": 4}
 CHAIN = {**DRAFTS, "speculative_num_steps": 3, "speculative_eagle_topk": 1}
@@ -95,8 +95,17 @@ def draft_from(reference, texts, monkeypatch):
     monkeypatch.setattr(cpu_drafts, "draft", draft)
 
 
-@pytest.mark.parametrize("policy", ["cosched", "hygen"])
-@pytest.mark.parametrize(("algorithm", "page_size"), [("EAGLE", 1), ("EAGLE", 16), ("NGRAM", 1)])
+@pytest.mark.parametrize(
+    ("algorithm", "page_size", "policy"),
+    [
+        ("EAGLE", 1, "hygen"),
+        ("EAGLE", 16, "cosched"),
+        ("NGRAM", 1, "cosched"),
+        pytest.param("EAGLE", 1, "cosched", marks=pytest.mark.long),
+        pytest.param("EAGLE", 16, "hygen", marks=pytest.mark.long),
+        pytest.param("NGRAM", 1, "hygen", marks=pytest.mark.long),
+    ],
+)
 def test_the_same_tokens_as_without_drafts(
     make_engine, flags, reference, monkeypatch, algorithm, policy, page_size
 ):

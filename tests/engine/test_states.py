@@ -22,7 +22,7 @@ from tests.engine.test_request_faults import POISONS, run_poisoned, submit_all
 from tests.engine.test_speculative import CHAIN, draft_from, prompts, submit
 from tests.engine.tiny_models import HYBRID, SIZES, randomize
 
-NUM_REQUESTS = int(os.environ.get("COSCHED_STATES_REQUESTS", "24"))
+NUM_REQUESTS = int(os.environ.get("COSCHED_STATES_REQUESTS", "14"))
 
 OTHERS = {
     "Mamba 2": {
@@ -153,7 +153,7 @@ def test_the_same_tokens_as_stock(make_hybrid, stock, policy, strategy):
 @pytest.mark.parametrize(
     ("kind", "strategy"),
     [
-        (None, NO_BUFFER),
+        pytest.param(None, NO_BUFFER, marks=pytest.mark.long),
         (None, PAGES),
         *(pytest.param(kind, PAGES, marks=pytest.mark.long) for kind in OTHERS),
     ],
@@ -169,7 +169,7 @@ def test_arrivals_and_aborts_leak_no_slot(make_hybrid, strategy, kind):
     assert policy.stopped and held_slots(engine.scheduler) == 0
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.long), True])
 def test_replies_have_checkpoints_beside_prefills(make_hybrid, overlap):
     """SGLang makes none in a mixed batch, and a mixed policy would mix nearly always."""
     engine = make_hybrid(
@@ -234,7 +234,7 @@ def test_what_is_kept_is_found_again(make_hybrid, monkeypatch, strategy):
     monkeypatch.setattr(controller, "_put_back", put_back)
     monkeypatch.setattr(controller, "admitted", admitted)
     controller.use_policy(Watched(controller.policy, PreemptMode.KEEP_KV, seed=3))
-    submit(engine, prompts(24))
+    submit(engine, prompts(16))
     assert len(shares) > 5 and any(matched.values())
     if strategy is NO_BUFFER:
         assert set(shares) == {1.0} and not controller.counters.recomputed_tokens

@@ -1,5 +1,7 @@
 """HiCache over a storage (files): which requests it is asked about, and that its KV is right."""
 
+import time
+
 import pytest
 
 from tests.engine.conftest import OFFLINE, assert_drained, outputs, prompt
@@ -39,9 +41,14 @@ def asked(monkeypatch):
     return found
 
 
+def let_threads_work(iteration):
+    """An engine that waits for the storage would take the processor from its threads."""
+    time.sleep(0.001)
+
+
 def submit(engine):
-    for number in range(40):
-        text = prompt(400 + number, 290 if number < 20 else 60)
+    for number in range(16):
+        text = prompt(400 + number, 290 if number < 8 else 60)
         engine.submit(f"off{number}", text, max_new_tokens=4, priority=OFFLINE)
     engine.submit("on", prompt(200, 290), max_new_tokens=4)
 
@@ -55,15 +62,15 @@ def test_offline_requests_are_looked_up_when_they_are_next(
     engine.run(lambda: engine.scheduler.cosched.counters.num_plans > 0)
     assert next(iter(asked)) == "on"
     assert len(asked) <= 1 + 8
-    engine.run_until_idle()
-    assert len(asked) == 41 and not any(asked.values())
+    engine.run_until_idle(on_iteration=let_threads_work)
+    assert len(asked) == 17 and not any(asked.values())
     assert_drained(engine)
     first = outputs(engine)
 
     asked.clear()
     engine = make_engine(policy="cosched", **FLAGS)  # over the same files
     submit(engine)
-    engine.run_until_idle()
+    engine.run_until_idle(on_iteration=let_threads_work)
     assert outputs(engine) == first
-    assert sum(map(bool, asked.values())) > 10, asked
+    assert sum(map(bool, asked.values())) > 4, asked
     assert_drained(engine)

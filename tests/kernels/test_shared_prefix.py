@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from cosched_kernels import reference, shared_prefix
 from cosched_kernels.buffers import FixedBuffers, upload
 from cosched_kernels.plan import Tiling
+from tests.crossed import crossed
 from tests.kernels.batches import TILING, Batch, trees
 
 # Poison: what is read before it was written shows.
@@ -75,8 +76,7 @@ def test_the_kernels_are_the_reference(batch):
 SMALL = [[((0,), 8), ((0, 0), 3)], [((0,), 8), ((0, 0), 3)], [((0,), 8)]]
 
 
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
-@pytest.mark.parametrize("group", [1, 3, 16])
+@crossed(head_dim=[64, 96, 128, 256], group=[1, 3, 16])
 def test_head_shapes(head_dim, group):
     batch = Batch(SMALL, own=[1, 4, 2], new=[1, 3, 1], heads=(group, 1), head_dim=head_dim)
     out, _ = run(shared_prefix, batch, batch.plan())

@@ -1,4 +1,4 @@
-"""500 requests of a fuzz to a running server; `scripts/fuzz_server` sends more."""
+"""300 requests of a fuzz to a running server; `scripts/fuzz_server` sends more."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_every_feature_can_be_left_out():
     assert build_parser().parse_args(["--without", *FEATURES]).without == list(FEATURES)
 
 
-NUM_REQUESTS = 500
+NUM_REQUESTS = 300
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def server(forks):
 def test_no_request_ends_the_server_or_stops_a_chat(server, capsys):
     """On a quiet machine no probe takes 2 s (`scripts/fuzz_server`); beside other tests each takes
     as long as these leave of the processor."""
-    options = ["--seed", "11", "--requests", str(NUM_REQUESTS), "--probe-limit", "8"]
+    options = ["--seed", "11", "--requests", str(NUM_REQUESTS), "--probe-limit", "60"]
     try:
         main([*options, "--url", server.url])
     except SystemExit:
@@ -73,7 +73,7 @@ def test_no_request_ends_the_server_or_stops_a_chat(server, capsys):
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["num_slow_probes"] == result["num_failures"] == 0
     assert result["num_sent"] == NUM_REQUESTS and result["num_probes"] > 5
-    assert result["statuses"]["200"] > 75 and result["statuses"]["400"] > 75
+    assert result["statuses"]["200"] > 40 and result["statuses"]["400"] > 40
 
 
 @pytest.mark.server

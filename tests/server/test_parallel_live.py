@@ -72,6 +72,7 @@ def test_two_replicas_serve_both_classes(tiny_model, forks):
         check_both_classes(server)
 
 
+@pytest.mark.long
 def test_both_classes_decode_with_drafts(tiny_model, forks):
     flags = ["--speculative-algorithm", "EAGLE", "--speculative-num-draft-tokens", "4"]
     flags += ["--speculative-num-steps", "3", "--speculative-eagle-topk", "1"]
@@ -84,6 +85,7 @@ def test_both_classes_decode_with_drafts(tiny_model, forks):
 STATE_SLOTS = ("--max-mamba-cache-size", "20", "--mamba-radix-cache-strategy")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "flags"),
     [
@@ -182,7 +184,7 @@ def test_every_http_process_reads_the_class(tiny_model, forks):
         shown = httpx.get(f"{server.url}/cosched", headers=key, timeout=60).json()
         assert shown["replicas"][0]["offline_prefill_tokens"] > 0
         os.kill(server.process.pid, signal.SIGTERM)
-        assert server.process.wait(60) == 0
+        assert server.process.wait(120) == 0
 
 
 @pytest.fixture(scope="module")
@@ -204,6 +206,7 @@ def test_two_ranks_serve_both_classes_and_evict_the_same(two_ranks):
     assert kv["evicted_online"] + kv["evicted_offline"] > 1000
 
 
+@pytest.mark.long
 def test_two_ranks_keep_the_same_contexts_in_host_memory(tiny_model, forks):
     flags = ("--tp", "2", "--enable-hierarchical-cache", "--max-total-tokens", "1200")
     with start_server(tiny_model, *flags, *LIMITS, forks=forks) as server:
@@ -230,7 +233,7 @@ def test_a_failing_request_is_refused_and_a_leak_drains_the_server(two_ranks):
     assert two_ranks.states()[0]["failures"] == {"batch": 1}
     assert send("after", 0).status_code == 200
     send(f"{LEAKS}1", 1)
-    assert two_ranks.process.wait(60) == EXIT_CODE, two_ranks.log()[-4000:]
+    assert two_ranks.process.wait(120) == EXIT_CODE, two_ranks.log()[-4000:]
     assert "KV memory is not consistent" in two_ranks.log()
 
 

@@ -11,8 +11,8 @@ from tests.batch.jsonl.conftest import Batch
 from tests.fake_server import Reply, answer
 from tests.request_lines import error_of
 
-NUM_KILLS = 10
-NUM_LINES = 700
+NUM_KILLS = 6
+NUM_LINES = 400
 SEED = 20240611
 
 

@@ -9,9 +9,9 @@ import tracemalloc
 from cosched.batch.jsonl.source import read_source
 from tests.batch.api import line
 
-NUM_LINES = 100_000
+NUM_LINES = 50_000
 NUM_LONG, LONG_BYTES = 500, 20_000
-LINE_BYTES = 600  # as text the file is 60 MB
+LINE_BYTES = 600  # as text the file is 30 MB
 
 
 def validated(batch, num_lines):

@@ -137,7 +137,7 @@ def short_of_memory(name, **machine):
     )
 
 
-@pytest.mark.parametrize("radix_cache", [True, False])
+@pytest.mark.parametrize("radix_cache", [pytest.param(True, marks=pytest.mark.long), False])
 def test_each_preemption_of_the_engine_is_noted_and_when_the_request_ran_again(
     radix_cache, tmp_path
 ):
@@ -285,7 +285,7 @@ def test_layers_compute_while_others_are_loaded(compute_s, expected_s):
 # -- state slots ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_state_slots_bound_who_runs(overlap):
     """A request takes five of them, or three; chat takes those of documents, and what no
     checkpoint keeps of these is computed again."""

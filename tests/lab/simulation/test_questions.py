@@ -199,14 +199,14 @@ def write(path, num, *, max_tokens=8):
 
 def test_an_estimate_says_when_the_file_is_finished_and_how_often_it_is_not(tmp_path, capsys):
     def ask(path, *options):
-        common = ("--trace", "azure-like", "--cost-model", "roofline", "--rate", "1", "--quiet")
+        common = ("--trace", "azure-like", "--cost-model", "roofline", "--rate", "0.3", "--quiet")
         estimate([str(path), *common, "--window", "1m", *options])
         return json.loads(capsys.readouterr().out.splitlines()[-1])
 
-    path = write(tmp_path / "in.jsonl", 60)
+    path = write(tmp_path / "in.jsonl", 24)
     told = ask(path, "--starts", "2")
-    assert told["lines"] == 60 and told["output_tokens"] == 480
-    assert [one["finished"] for one in told["starts"]] == [60, 60]
+    assert told["lines"] == 24 and told["output_tokens"] == 192
+    assert [one["finished"] for one in told["starts"]] == [24, 24]
     assert told["starts"][0]["start_s"] == 0 < told["starts"][1]["start_s"]
     assert told["miss_chance"] == 0 and 0 < told["earliest_finish_s"] <= told["latest_finish_s"]
     # One line at a time takes longer, and a window that is too short ends first.
@@ -214,12 +214,12 @@ def test_an_estimate_says_when_the_file_is_finished_and_how_often_it_is_not(tmp_
     slow = ask(path, *alone)
     assert slow["earliest_finish_s"] > told["latest_finish_s"]
     half = ask(path, *alone, "--replicas", "2")
-    assert half["lines"] == 60 and half["starts"][0]["finished"] == 30
+    assert half["lines"] == 24 and half["starts"][0]["finished"] == 12
     assert half["latest_finish_s"] < slow["latest_finish_s"]
     assert half["starts"][0]["saturation"] is None, "the run is too short to tell"
-    missed = ask(write(tmp_path / "long.jsonl", 60, max_tokens=900), *alone)
+    missed = ask(write(tmp_path / "long.jsonl", 24, max_tokens=900), *alone)
     assert missed["miss_chance"] == 1 and missed["latest_finish_s"] is None
-    assert 0 < missed["starts"][0]["finished"] < 60
+    assert 0 < missed["starts"][0]["finished"] < 24
 
 
 def test_replicas_share_chats_by_conversation_and_the_file_in_its_order(tmp_path):

@@ -12,6 +12,7 @@ from cosched.errors import ConfigError
 from cosched.lab.metrics.records import write_records
 from cosched.lab.simulation import store as store_module
 from cosched.lab.simulation.parallel import execute_all
+from cosched.lab.simulation.run import execute
 from cosched.lab.simulation.run_spec import WorkloadSpec
 from cosched.lab.simulation.setting import setting_of
 from cosched.lab.simulation.store import ResultStore
@@ -28,8 +29,7 @@ SPEC = make_spec(
 
 @pytest.fixture(scope="module")
 def result():
-    [(_, result)] = execute_all([SPEC], num_jobs=1)
-    return result
+    return execute(SPEC)
 
 
 def test_a_run_that_is_there_is_not_run_again(result, tmp_path, monkeypatch):
