@@ -64,7 +64,7 @@ class Browser:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(message).encode() + b"\0")
         self._process.stdin.flush()
-        deadline_s = time.monotonic() + 60
+        deadline_s = time.monotonic() + 240
         while (answer := self._receive(deadline_s)).get("id") != message["id"]:
             self._note(answer)
         assert "error" not in answer, (method, answer["error"])
@@ -79,7 +79,7 @@ class Browser:
         assert "exceptionDetails" not in done, (expression, done)
         return done["result"].get("value")
 
-    def wait_for(self, expression: str, *, timeout_s: float = 30) -> None:
+    def wait_for(self, expression: str, *, timeout_s: float = 120) -> None:
         """Until it is true in the page."""
         deadline_s = time.monotonic() + timeout_s
         while not self.value(expression):
@@ -147,4 +147,4 @@ def browsing(program: str, folder: Path) -> Iterator[Browser]:
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait(timeout=10)
+        process.wait(timeout=120)

@@ -232,4 +232,4 @@ def _stop(process: subprocess.Popen[bytes] | Fork) -> None:
     """Kill the process and all it started: a shutdown takes seconds, and has tests of its own."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait(timeout=10)
+    process.wait(timeout=120)

@@ -95,7 +95,7 @@ def router(python, urls):
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environ, cwd="/")
         url = f"http://127.0.0.1:{port}"
         try:
-            deadline_s = time.monotonic() + 60
+            deadline_s = time.monotonic() + 240
             while True:
                 with contextlib.suppress(httpx.TransportError):
                     if httpx.get(f"{url}/readiness", timeout=5).is_success:

@@ -20,7 +20,7 @@ def run(api, work, **settings):
             **settings,
         )
         try:
-            return await asyncio.wait_for(work(client), timeout=60)
+            return await asyncio.wait_for(work(client), timeout=240)
         finally:
             await client.close()
 

@@ -146,7 +146,7 @@ def test_expiry_returns_what_is_finished(api, stand_in, folder):
     batch = api.create(lines(300))
     until(lambda: api.batches.retrieve(batch.id).request_counts.completed == 200)
     until(lambda: stand_in.num_in_flight == 100)
-    with sqlite3.connect(folder / "batches.sqlite", timeout=30) as store:
+    with sqlite3.connect(folder / "batches.sqlite", timeout=120) as store:
         store.execute("UPDATE batches SET expires_at = ?", (int(time.time()),))
     store.close()
     ended = api.wait(batch)

@@ -126,14 +126,14 @@ def test_what_waits_for_a_lock_is_a_503_while_others_are_answered(
         connection.exec_driver_sql("LOCK TABLE batches IN ACCESS EXCLUSIVE MODE")
 
         def ask():
-            found.append(httpx.get(f"{url}/v1/batches/x", headers=headers, timeout=60))
+            found.append(httpx.get(f"{url}/v1/batches/x", headers=headers, timeout=120))
 
         asking = [threading.Thread(target=ask) for _ in range(8)]
         for thread in asking:
             thread.start()
         until(lambda: connection.exec_driver_sql(waiting).scalar())
         for _ in range(3):
-            httpx.get(f"{url}/prepare", timeout=60).raise_for_status()
+            httpx.get(f"{url}/prepare", timeout=120).raise_for_status()
         assert not found
         connection.exec_driver_sql(cancel)  # as PostgreSQL does after `lock_timeout`
         until(lambda: found)

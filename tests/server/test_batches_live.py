@@ -139,7 +139,7 @@ def test_cancel_frees_the_engine(api, server):
 def operator(server, method, path, **body):
     headers = {"authorization": f"Bearer {ADMIN_KEY}", "accept": "application/json"}
     options = {"json": body} if method == "POST" else {}
-    reply = httpx.request(method, server.url + path, headers=headers, timeout=30, **options)
+    reply = httpx.request(method, server.url + path, headers=headers, timeout=120, **options)
     assert reply.is_success, reply.text
     return reply
 
@@ -223,7 +223,7 @@ def test_each_route_is_behind_its_key(server):
     for (method, path), own in routes.items():
         for key in (None, "wrong", KEY, ADMIN_KEY):
             headers = {} if key is None else {"authorization": f"Bearer {key}"}
-            reply = httpx.request(method, server.url + path, headers=headers, timeout=30)
+            reply = httpx.request(method, server.url + path, headers=headers, timeout=120)
             assert (reply.status_code == 401) == (key != own), (method, path, key, reply.text)
 
 

@@ -22,7 +22,7 @@ CHAT = {"max_tokens": 2, "messages": [{"role": "user", "content": "Hello!"}]}
 
 
 def check_answers(server):
-    reply = httpx.post(f"{server.url}/v1/chat/completions", json=CHAT, timeout=60)
+    reply = httpx.post(f"{server.url}/v1/chat/completions", json=CHAT, timeout=120)
     assert reply.status_code == 200, reply.text
     assert server.states()[0]["policy"] == "sarathi"
     assert "Ignore import error" not in server.log()

@@ -44,7 +44,7 @@ def test_an_offline_endpoint_gives_the_answers_of_an_online_one(server, seen):
     arguments = batch(3)
 
     def texts(backend):
-        httpx.post(f"{server.url}/flush_cache", timeout=30).raise_for_status()
+        httpx.post(f"{server.url}/flush_cache", timeout=120).raise_for_status()
         states = review.run_batch(arguments, backend=backend, num_threads=1, temperature=0)
         assert_complete(states)
         return [state.text() for state in states]

@@ -41,7 +41,7 @@ def test_the_inactive_plugin_shows_in_no_answer(tiny_model, forks):
     statuses = []
     with start_server(tiny_model, module="tests.plain_sglang", env=env, forks=forks) as server:
         for path, body in REQUESTS:
-            reply = httpx.post(server.url + path, json=body, headers=HEADERS, timeout=60)
+            reply = httpx.post(server.url + path, json=body, headers=HEADERS, timeout=120)
             statuses.append(reply.status_code)
             # SGLang quotes the file that refuses, and the checkout may be in a folder of that name.
             told = f"{reply.headers} {reply.text}".replace(sys.prefix, "")

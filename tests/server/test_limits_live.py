@@ -168,7 +168,7 @@ def test_a_body_without_a_length_is_a_413_as_soon_as_it_is_too_large(server):
             sent.append(1)
             yield b" " * 100_000
 
-    answer = httpx.post(server.url + GENERATE, content=parts(), timeout=60)
+    answer = httpx.post(server.url + GENERATE, content=parts(), timeout=120)
     assert answer.status_code == 413, answer.text[:300]
 
 

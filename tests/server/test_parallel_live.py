@@ -151,14 +151,14 @@ def test_ranks_that_step_together_serve_both_classes_and_a_batch(tiny_model, for
         check_both_classes(server)
         assert [state["num_plans"] > 0 for state in server.states()] == [True, True]
         url, api = f"{server.url}/cosched/offline", Api(server.url)
-        assert httpx.post(url, json={"paused": True}, timeout=30).status_code == 200
+        assert httpx.post(url, json={"paused": True}, timeout=120).status_code == 200
         lines = [completion(f"c{n}") for n in range(6)]
         batch = api.create(lines, endpoint="/v1/completions", window="6h")
         assert generate(server, "hello", is_offline=False).status_code == 200
         assert not any(state["num_running_offline"] for state in server.states())
-        assert httpx.post(url, json={"paused": False}, timeout=30).status_code == 200
+        assert httpx.post(url, json={"paused": False}, timeout=120).status_code == 200
         assert api.wait(batch).request_counts.completed == len(lines)
-        metrics = httpx.get(f"{server.url}/metrics", timeout=30).text
+        metrics = httpx.get(f"{server.url}/metrics", timeout=120).text
         samples = [s for f in text_string_to_metric_families(metrics) for s in f.samples]
         planned = [s.labels["dp_rank"] for s in samples if s.name == "cosched:preemptions_total"]
         assert sorted(planned) == ["0", "1"]
@@ -173,7 +173,7 @@ def test_every_http_process_reads_the_class(tiny_model, forks):
             body = {"model": "tiny", "messages": [{"role": "user", "content": f"hello {number}"}]}
             tier = "flex" if number % 2 else "default"
             body |= {"max_tokens": 2, "service_tier": tier}
-            reply = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+            reply = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120)
             assert reply.json()["service_tier"] == tier
             return reply.headers["x-cosched-class"]
 
@@ -181,7 +181,7 @@ def test_every_http_process_reads_the_class(tiny_model, forks):
             assert [*threads.map(chat, range(24))] == ["online", "offline"] * 12
         assert httpx.get(f"{server.url}/cosched").status_code == 401
         key = {"authorization": "Bearer SECRET"}
-        shown = httpx.get(f"{server.url}/cosched", headers=key, timeout=60).json()
+        shown = httpx.get(f"{server.url}/cosched", headers=key, timeout=120).json()
         assert shown["replicas"][0]["offline_prefill_tokens"] > 0
         os.kill(server.process.pid, signal.SIGTERM)
         assert server.process.wait(120) == 0
@@ -239,7 +239,7 @@ def test_a_failing_request_is_refused_and_a_leak_drains_the_server(two_ranks):
 
 def check_metrics(url, state):
     """What Prometheus scrapes from a server that has answered everything."""
-    text = httpx.get(f"{url}/metrics", timeout=30).text
+    text = httpx.get(f"{url}/metrics", timeout=120).text
     samples = [
         sample
         for family in text_string_to_metric_families(text)
@@ -279,7 +279,7 @@ def test_an_embedding_model_serves_both_classes_and_batches_beside_sglangs_key(
             body = {"model": "tiny", "input": "some words " * (index + 1), "priority": -(index % 2)}
             headers = {"authorization": f"Bearer {key}", "x-slo-ttft-ms": "600"}
             url = f"{server.url}/v1/embeddings"
-            return httpx.post(url, json=body, headers=headers, timeout=60)
+            return httpx.post(url, json=body, headers=headers, timeout=120)
 
         with ThreadPoolExecutor(8) as threads:
             replies = list(threads.map(embed, range(16)))
@@ -292,7 +292,7 @@ def test_an_embedding_model_serves_both_classes_and_batches_beside_sglangs_key(
         refused = embed(0, key="wrong")
         assert refused.status_code == 401
         assert "x-cosched-class" not in refused.headers
-        assert httpx.get(f"{server.url}/health", timeout=30).status_code == 200
+        assert httpx.get(f"{server.url}/health", timeout=120).status_code == 200
         api = Api(server.url, key="secret")
         url = "/v1/embeddings"
         lines = [line(f"c{n}", url, model="default", input=f"text {n}") for n in range(8)]

@@ -70,9 +70,9 @@ def test_headers_of_the_reply(client, server):
     assert raw.headers["x-cosched-targets"] == "ttft_slo_ms=250, tpot_slo_ms=45"
     assert raw.parse().service_tier == "flex"
     body = {"text": "one is", "sampling_params": {"max_new_tokens": 1}, "stream": True}
-    reply = httpx.post(f"{server.url}/generate", json=body, timeout=60)
+    reply = httpx.post(f"{server.url}/generate", json=body, timeout=120)
     assert reply.headers["x-cosched-class"] == ONLINE
-    assert "x-cosched-class" not in httpx.get(f"{server.url}/v1/models", timeout=30).headers
+    assert "x-cosched-class" not in httpx.get(f"{server.url}/v1/models", timeout=120).headers
 
 
 def test_completions(client, seen):
@@ -104,14 +104,14 @@ def test_responses(client, server, seen):
 
 def test_anthropic(server, seen):
     body = {"model": "m", "max_tokens": 2, "messages": messages(), "service_tier": "flex"}
-    reply = httpx.post(f"{server.url}/v1/messages", json=body, timeout=60)
+    reply = httpx.post(f"{server.url}/v1/messages", json=body, timeout=120)
     assert reply.status_code == 200 and reply.headers["x-cosched-class"] == OFFLINE
     assert seen() == {OFFLINE}
     body |= {"messages": messages(), "service_tier": "standard_only"}
-    assert httpx.post(f"{server.url}/v1/messages", json=body, timeout=60).status_code == 200
+    assert httpx.post(f"{server.url}/v1/messages", json=body, timeout=120).status_code == 200
     assert seen() == {ONLINE}
     body["service_tier"] = "default"
-    reply = httpx.post(f"{server.url}/v1/messages", json=body, timeout=60)
+    reply = httpx.post(f"{server.url}/v1/messages", json=body, timeout=120)
     assert reply.status_code == 400
     assert "choose from auto, flex, standard_only" in reply.json()["error"]["message"]
 
@@ -125,7 +125,7 @@ def test_generate(server, seen, priority, expected, stream):
         "stream": stream,
         "priority": priority,
     }
-    assert httpx.post(f"{server.url}/generate", json=body, timeout=60).status_code == 200
+    assert httpx.post(f"{server.url}/generate", json=body, timeout=120).status_code == 200
     assert seen() == {expected}
 
 

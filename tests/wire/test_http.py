@@ -582,7 +582,7 @@ class TestClaims:
                 state.finished = True
                 state.event.set()
             front.manager.rid_to_state.clear()
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(120):
                 while not costs:
                     await asyncio.sleep(0.001)
 
@@ -692,7 +692,7 @@ class TestClaims:
                 "state": {},
             }
             task = asyncio.create_task(front.app(scope, receive, send))
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(120):
                 await is_over.wait()
             return status, task
 
@@ -729,14 +729,14 @@ class TestClaims:
                 body = {**MINIMAL[RESPONSES], "background": True}
                 first = (await client.post(RESPONSES, json=body)).json()
                 assert first.get("status") == "queued", first
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(120):
                     while not front.sent:
                         await asyncio.sleep(0.001)
                 second = await client.post(RESPONSES, json=body)
                 if end == "cancel":
                     await client.post(f"{RESPONSES}/{first['id']}/cancel")
                 gate.set()
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(120):
                     while (await client.post(RESPONSES, json=body)).status_code == 429:
                         await asyncio.sleep(0.001)
                 return first, second

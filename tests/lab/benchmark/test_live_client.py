@@ -117,9 +117,9 @@ def test_the_next_turn_of_a_session_comes_after_the_answer_before_it_and_holds_i
 
 
 def test_what_is_unanswered_at_the_end_stays_open(server):
-    offline = [request("long", RequestClass.OFFLINE, 0.0, num_tokens=4000)]
-    [record] = run(server, offline=offline, duration_s=1.5)
-    assert record.is_open and 0 < record.num_output_tokens < 4000
+    offline = [request("long", RequestClass.OFFLINE, 0.0, num_tokens=15_000)]
+    [record] = run(server, offline=offline, duration_s=4.0)
+    assert record.is_open and 0 < record.num_output_tokens < 15_000
 
 
 @pytest.mark.parametrize("grace_s", [0.0, 30.0])
