@@ -95,8 +95,8 @@ SPEC = make_spec(
     "s0",
     machine=CAPPED | {"kv_tokens": 200_000, "chunk_tokens": 2048, "max_prefill_tokens": 16_384},
     online=WorkloadSpec(name="azure-like", rate=3.0),
-    offline=WorkloadSpec(name="bros-offline", num_requests=1000),
-    duration_s=8.0,
+    offline=WorkloadSpec(name="bros-offline", num_requests=2000),
+    duration_s=15.0,
 )
 SHARE = 0.05
 

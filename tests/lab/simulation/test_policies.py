@@ -173,17 +173,17 @@ def test_decoding_recovers_after_long_contexts_were_preempted(tmp_path):
 
 def test_recomputing_is_bounded_where_bursts_push_out_offline_contexts(tmp_path):
     rng = random.Random(0)
-    rows = [(rng.randint(3500, 4500), rng.randint(300, 600)) for _ in range(30)]
+    rows = [(rng.randint(3500, 4500), rng.randint(300, 600)) for _ in range(60)]
     bursts = [
         (round(burst * 1.5, 3), rng.randint(2000, 3000), rng.randint(5, 15))
-        for burst in range(10)
+        for burst in range(20)
         for _ in range(3)
     ]
     spec = short_of_memory(
         13_000,
         online=requests_file(tmp_path / "on.csv", bursts),
         offline=requests_file(tmp_path / "off.csv", rows),
-        duration_s=15.0,
+        duration_s=30.0,
         slo=Slo(ttft_s=1.0, tpot_s=0.05),
     )
     num_recomputed = {}
@@ -192,7 +192,7 @@ def test_recomputing_is_bounded_where_bursts_push_out_offline_contexts(tmp_path)
         summary = execute(replace(spec, config=(("kv", kv),))).summary.offline
         assert summary.num_finished >= 2, "it goes on all the same"
         num_recomputed[share] = summary.num_recomputed_tokens
-    assert num_recomputed[1.0] > 20_000, "or the test shows nothing"
+    assert num_recomputed[1.0] > 50_000, "or the test shows nothing"
     assert num_recomputed[0.02] < num_recomputed[1.0] / 3
 
 
@@ -263,14 +263,14 @@ def test_coupled_schedulers_serve_far_more_at_once_than_fits(tmp_path, name, mod
 
 def test_a_job_meets_a_window_that_it_would_miss_in_its_turn_and_chat_does_not_notice():
     """The job rises when what is left of it needs all the time that is left."""
-    window_s, num_in_job = 20.0, 60
+    window_s, num_in_job = 30.0, 100
     spec = make_spec(
         "cosched",
         machine={"kv_tokens": 60_000, "chunk_tokens": 1024},
         online=WorkloadSpec(name="azure-like", rate=2.0),
-        offline=WorkloadSpec(name="bros-offline", num_requests=260, client="all"),
+        offline=WorkloadSpec(name="bros-offline", num_requests=400, client="all"),
         duration_s=window_s,
-        # Two seconds before its end are far too late for a job that takes eight.
+        # Two seconds before its end are far too late for a job that takes fourteen.
     ).configured(pool={"deadline_margin_s": 2.0})
 
     def served(deadline_s):
@@ -295,7 +295,7 @@ def test_more_is_served_the_less_is_read_again():
         machine={"kv_tokens": 300_000, "chunk_tokens": None, "max_running_requests": 64},
         online=None,
         offline=WorkloadSpec(name="documents", num_requests=120),
-        duration_s=6.0,
+        duration_s=12.0,
     )
     each, cached, once = (
         execute(replace(spec, cost=replace(ROOFLINE, prefix_reads=way))).summary
