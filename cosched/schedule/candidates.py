@@ -123,7 +123,11 @@ def _make_way_for_urgent(builder: PlanBuilder, pace: Pace, order: OfflineOrder) 
         return
     match = builder.view.match(first)
     at_most = admission_tokens(builder, pace, first, match, order)
-    victims = [r for r in youngest_first(builder) if not _is_urgent(r, until_s)]
+    victims = [
+        victim
+        for victim in youngest_first(builder)
+        if victim.rid not in builder.prefill and not _is_urgent(victim, until_s)
+    ]
     if at_most > 0 and victims and not must_wait(builder, first):
         for victim in enough_victims(builder, victims, first, match, at_most):
             builder.preempt(victim)

@@ -220,3 +220,15 @@ def test_an_unfinished_prompt_counts_as_other_work():
     plan, _ = policy().plan(view, policy().initial)
     validate(plan, view)
     assert [*plan.prefill] == ["begun"]
+
+
+def test_an_urgent_line_does_not_preempt_a_prefill_that_the_plan_continues():
+    begun = with_tokens(prefilled(offline("begun", 120), 100))
+    line = offline("line", 60, slo=Slo(deadline_s=120.0), max_new_tokens=10)
+    running = (replace(decoding(offline("long", 60), 3), arrival_seq=5),)
+    view = FakeView(
+        caps=CAPS, total_kv=240, running=running, unfinished=(begun,), offline=pool_of([line])
+    )
+    plan, _ = policy().plan(view, policy().initial)
+    validate(plan, view)
+    assert "begun" in plan.prefill and [stop.rid for stop in plan.preempt] == ["long"]
