@@ -30,6 +30,7 @@ LAYERS = (
     ("policies", "batch"),
     ("config",),
     ("engine",),
+    ("cpu",),
     ("cosched_patches",),
     ("lab",),
 )
@@ -128,14 +129,14 @@ def goes_up(importer: str, module: str) -> bool:
 
 def may_import_sglang(importer: str) -> bool:
     unit = unit_of(importer)
-    is_allowed = unit in ("engine", "cosched_patches") or importer == "cosched.lab.local_engine"
+    is_allowed = unit in ("engine", "cpu", "cosched_patches") or importer == "cosched.lab.local_engine"
     return is_allowed or rank_of(unit) >= COMMAND_PACKAGE
 
 
 UNDECIDED = ("time", "random", "secrets", "torch", "sglang")
 RULES = {
     "imports go down only": goes_up,
-    "only the engine, its patches and the commands import SGLang": lambda importer, module: (
+    "only the engine, its CPU stand-ins, its patches and the commands import SGLang": lambda importer, module: (
         top_of(module) == "sglang" and not may_import_sglang(importer)
     ),
     "only the kernels import Triton": lambda importer, module: (
@@ -203,14 +204,7 @@ LARGE_CLASSES = {
 
 LONG_SIGNATURES = {
     "what SGLang or PyTorch calls it with": {
-        "cosched.engine.cpu._load": 7,
-        "cosched.engine.cpu._new_tokens_only.run": 10,
-        "cosched.engine.cpu._windowed.forward": 7,
         "cosched.engine.port.bidirectional.BidirectionalAllocator.alloc_extend": 7,
-        "cosched.engine.port.cpu_states.convolve": 8,
-        "cosched.engine.port.cpu_states.convolve_one": 8,
-        "cosched.engine.port.cpu_states.decode": 12,
-        "cosched.engine.port.cpu_states.extend": 8,
         "cosched.engine.port.shared_prefix.SharedPrefixes.forward": 7,
     },
 }

@@ -12,7 +12,6 @@ from cosched.core.caps import EngineCaps
 from cosched.engine import port
 from cosched.engine.clock import Clock, EngineClock
 from cosched.engine.controller import Controller
-from cosched.engine.cpu import run_uncompiled
 from cosched.engine.decode_role import DecodeRole
 from cosched.engine.faults import RequestFaults
 from cosched.engine.features import all_features
@@ -61,7 +60,6 @@ def attach(scheduler: Any, config: Config) -> None:
 
     ConfigError when the policy cannot serve its model.
     """
-    run_uncompiled(scheduler.server_args)
     guard = Guard(is_strict=config.strict)
     observer = IterationObserver(
         scheduler,

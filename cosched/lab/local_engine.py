@@ -38,7 +38,7 @@ from sglang.srt.runtime_context import SpawnRanks, get_resources, publish
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, prepare_server_args
 
-from cosched.engine.port.cpu_drafts import num_verified, result_of
+from cosched.cpu.lookup_drafts import num_verified, result_of
 
 
 @dataclass(slots=True, kw_only=True)

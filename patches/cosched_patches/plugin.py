@@ -28,9 +28,9 @@ def register() -> None:
         seam.install(SEAMS)
         attention.register()
         if not cosched.bootstrap.has_cuda():
-            from cosched.engine import cpu
+            from cosched.cpu import torch_native
 
-            cpu.install()
+            torch_native.install()
     except CoschedError as error:
         raise SystemExit(f"cosched: {error}") from None
     except Exception as error:

@@ -20,6 +20,7 @@ from sglang.srt.managers.scheduler import NextBatchPlan
 from cosched.config import load_config, planning_config
 from cosched.core.request import RequestClass
 from cosched.core.wire import PARAMS_KEY, SERVER_KEY, class_of_priority
+from cosched.cpu.torch_native import run_uncompiled
 from cosched.engine.attach import attach
 from cosched.engine.checks import check_received, scope_of
 from cosched.engine.features.storage_reads import StorageReads
@@ -88,6 +89,7 @@ def take_over(original: Any, scheduler: Any, server_args: Any, *args: Any, **kwa
         with with_tree_core() if is_ours else contextlib.nullcontext():
             original(scheduler, server_args, *args, **kwargs)
         if config is not None:
+            run_uncompiled(server_args)
             attach(scheduler, config)
     except ConfigError as error:
         logger.error("cosched: %s", error)  # SGLang logs a traceback after it

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.bootstrap import has_cuda
-from cosched.engine.cpu import attend
+from cosched.cpu.torch_native import attend
 
 
 def reference_attention(query, key, value):

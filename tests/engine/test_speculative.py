@@ -8,7 +8,7 @@ import random
 import pytest
 
 from cosched.core.plan import PreemptMode
-from cosched.engine.port import cpu_drafts
+from cosched.cpu import lookup_drafts
 from tests.engine.conftest import OFFLINE
 from tests.engine.integrity import check_tree
 from tests.engine.test_forced_stops import StoppingPolicy
@@ -92,7 +92,7 @@ def draft_from(reference, texts, monkeypatch):
         right = [*known[prompt][done : done + num_drafts], *[0] * num_drafts][:num_drafts]
         return [token ^ (place + done) % 3 // 2 for place, token in enumerate(right)]
 
-    monkeypatch.setattr(cpu_drafts, "draft", draft)
+    monkeypatch.setattr(lookup_drafts, "draft", draft)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_the_ledger_counts_the_kv_that_the_next_decode_takes(make_engine, flags,
 
 
 def test_a_lookup_drafts_what_followed_the_last_tokens_before():
-    assert cpu_drafts.draft([5, 6, 7, 8, 1, 5, 6], 3) == [7, 8, 1]
-    assert cpu_drafts.draft([1, 2, 3], 2) == [3, 3]
-    assert cpu_drafts.num_accepted([7, 8, 9], [7, 8, 1, 2]) == 3
-    assert cpu_drafts.num_accepted([7], [1, 2]) == 1
+    assert lookup_drafts.draft([5, 6, 7, 8, 1, 5, 6], 3) == [7, 8, 1]
+    assert lookup_drafts.draft([1, 2, 3], 2) == [3, 3]
+    assert lookup_drafts.num_accepted([7, 8, 9], [7, 8, 1, 2]) == 3
+    assert lookup_drafts.num_accepted([7], [1, 2]) == 1

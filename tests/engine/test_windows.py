@@ -1,5 +1,5 @@
 """Models whose layers with sliding windows have a KV pool of their own: tiny ones with random
-weights, served for real. The attention is `cosched.engine.cpu`'s, under every policy."""
+weights, served for real. The attention is `cosched.cpu.torch_native`'s, under every policy."""
 
 import json
 import os

@@ -13,8 +13,8 @@ layer-by-layer loading are SGLang's own.
 
 DP attention: `torch_native` does not say how long a padded row is.
 
-Speculative decoding: `cosched.engine.port.cpu_drafts`. Linear attention:
-`cosched.engine.port.cpu_states`.
+Speculative decoding: `cosched.cpu.lookup_drafts`. Linear attention:
+`cosched.cpu.delta_net`.
 
 ``torch.compile``: SGLang compiles some operations of the sampler (repetition penalties). The first
 request that needs one would stop the scheduler for seconds while it compiles. Without compilation
@@ -78,10 +78,10 @@ def _replace_states() -> None:
         return
 
     def init(self: Any, *args: Any, cache_params: Any, **options: Any) -> None:
-        from cosched.engine.port import cpu_states
+        from cosched.cpu import delta_net
 
-        cpu_states.install()
-        cache_params = cpu_states.in_models_dtype(cache_params)
+        delta_net.install()
+        cache_params = delta_net.in_models_dtype(cache_params)
         original(self, *args, cache_params=cache_params, **options)
 
     init.replaces_kernels = True  # type: ignore[attr-defined]
@@ -90,10 +90,10 @@ def _replace_states() -> None:
 
 
 def _worker_by_lookup(algorithm: Any, server_args: Any) -> Any:
-    from cosched.engine.port import cpu_drafts
+    from cosched.cpu import lookup_drafts
 
-    cpu_drafts.install()
-    return cpu_drafts.LookupWorker
+    lookup_drafts.install()
+    return lookup_drafts.LookupWorker
 
 
 # --- Attention ---
