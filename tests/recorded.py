@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from cosched.core.plan import EMPTY_PLAN, Plan
-from cosched.engine.decisions import DecisionLog
+from cosched.engine.features.log_decisions import LogDecisions
 from cosched.engine.iteration import Iteration
 from cosched.engine.port import shape_of
 from tests.factories import FakeRequest, FakeView
@@ -51,13 +51,13 @@ class Recorder:
     max_bytes: int = 1_000_000
 
     def __post_init__(self):
-        self.log = DecisionLog(
+        self.log = LogDecisions(
             self.path, policy="sarathi", versions={"cosched": "0"}, max_bytes=self.max_bytes
         )
 
     def plan(self, view: FakeView, plan: Plan = EMPTY_PLAN) -> None:
         self.iteration = Iteration(plan=plan, planning_s=100e-6)
-        self.log.planned(self.iteration, view)
+        self.log.on_plan(self.iteration, view)
 
     def launch(
         self, batch: SimpleNamespace | None, *, predicted_s: float | None = None
@@ -65,7 +65,7 @@ class Recorder:
         if batch is not None:
             self.iteration.shape = shape_of(batch)
             self.iteration.predicted_s = predicted_s
-        self.log.launched(self.iteration, batch)
+        self.log.on_launched(self.iteration, batch)
         return self.iteration
 
     def end(
@@ -77,7 +77,7 @@ class Recorder:
         seconds: float = 0.01,
     ) -> None:
         iteration.start_s, iteration.duration_s = start_s, seconds
-        self.log.finished(iteration, batch)
+        self.log.on_result(iteration, batch)
 
     def run(
         self,

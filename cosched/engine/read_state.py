@@ -99,7 +99,7 @@ def state_of(controller: Controller) -> ReplicaState:
         alone=None if alone is None else alone.state(),
         chat=chat_state(controller),
         tiers=_tiers(controller, running),
-        logs_off=("decision",) if decisions is not None and decisions.log.is_off else (),
+        logs_off=("decision",) if decisions is not None and decisions.is_off else (),
     )
 
 

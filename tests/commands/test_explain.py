@@ -110,7 +110,7 @@ class TestStory:
         a, b = online("a", 100), online("b", 100)
         both = Plan(skipped={"a": FULL, "b": FULL})
         recorder.step(both, FakeView(online=[a, b], now_s=1.0))
-        recorder.log.aborted("b")
+        recorder.log.on_aborted(b)
         recorder.step(Plan(skipped={"a": FULL}), FakeView(online=[a], now_s=2.0))
         lines, result, _ = explain(recorder.path, "--rid", "b")
         assert lines[-1] == "     2.000  no longer waits: aborted"

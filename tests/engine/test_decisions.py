@@ -9,10 +9,10 @@ from sglang.srt.managers.io_struct import AbortReq
 
 from cosched.config import Config, parse_config
 from cosched.core.plan import Plan, Preemption, SkipReason
-from cosched.engine import decisions
-from cosched.engine.decision_log.read import read_log
+from cosched.engine.features import log_decisions
 from cosched.engine.features.log_decisions import LogDecisions
-from cosched.engine.parts import NUM_PARTS, parts_of
+from cosched.engine.log.parts import NUM_PARTS, parts_of
+from cosched.engine.log.read import read_log
 from cosched.engine.read_state import state_of
 from cosched.errors import ConfigError
 from cosched.lab.metrics.records import record_line
@@ -269,7 +269,7 @@ def test_a_waiting_request_that_is_aborted_is_written(make_engine, tmp_path):
 
 def test_a_full_disk_switches_the_log_off_with_one_warning(make_engine):
     # SGLang replaces logging's handlers.
-    with mock.patch.object(decisions.logger, "warning") as warning:
+    with mock.patch.object(log_decisions.logger, "warning") as warning:
         engine = make_engine(policy="hygen", overlap=True, config={"decision_log": "/dev/full"})
         for i in range(4):
             engine.submit(f"r{i}", prompt(i, 50), max_new_tokens=20, priority=-i)
@@ -287,7 +287,7 @@ def test_a_full_disk_switches_the_log_off_with_one_warning(make_engine):
 def test_a_log_whose_disk_is_full_halfway_keeps_what_it_has(make_engine, tmp_path):
     path = tmp_path / "log"
     engine = make_engine(policy="hygen", overlap=True, config={"decision_log": str(path)})
-    log = engine.scheduler.cosched.features.get(LogDecisions).log
+    log = engine.scheduler.cosched.features.get(LogDecisions)
 
     def fail_later(iteration):
         if iteration == 10:

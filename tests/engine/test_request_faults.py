@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cosched.engine.decision_log.read import read_log
 from cosched.engine.faults import Isolation
+from cosched.engine.log.read import read_log
 from tests.crossed import crossed
 from tests.engine.conftest import assert_drained, prompt
 

@@ -10,8 +10,8 @@ import msgspec
 
 from cosched.core.plan import Plan
 from cosched.core.request import RequestClass
-from cosched.engine.decisions import FORMAT, Decision, Header, RequestFacts
-from cosched.engine.parts import parts_of
+from cosched.engine.log.decisions import FORMAT, Decision, Header, RequestFacts
+from cosched.engine.log.parts import parts_of
 from cosched.errors import ConfigError
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from cosched.core.request import RequestClass
-from cosched.engine.decision_log.read import Entry
-from cosched.engine.decision_log.story import words
+from cosched.engine.log.read import Entry
+from cosched.engine.log.story import words
 
 
 class LogSummary:

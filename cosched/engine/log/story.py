@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 from cosched.core.plan import Plan, PreemptMode, SkipReason
 from cosched.core.request import LateReason, RequestClass
-from cosched.engine.decision_log.read import Entry
-from cosched.engine.decisions import Decision, RequestFacts
+from cosched.engine.log.decisions import Decision, RequestFacts
+from cosched.engine.log.read import Entry
 
 _NOT_NAMED = "not its turn"
 """Why a request waits that the plan does not name: the policy stopped at it, or before it."""

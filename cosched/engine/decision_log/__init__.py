@@ -1,1 +1,0 @@
-"""What was decided in each iteration, and the story of one request."""

@@ -1,0 +1,1 @@
+"""The format of the decision log, its files, and what can be read of it. Nothing of SGLang."""
