@@ -158,7 +158,7 @@ def measure(setting: Setting, options: argparse.Namespace) -> dict[str, Any]:
         watch.around(scheduler, "get_next_batch_to_run", "schedule")
         controller = getattr(scheduler, "cosched", None)
         if controller is not None:
-            watch.around(controller.policy, "plan", "policy")
+            watch.around(controller.planner.policy, "plan", "policy")
             watch.around(controller, "plan", "plan")
             watch.around(controller, "finished", "result")
         slots = scheduler.req_to_token_pool

@@ -343,11 +343,14 @@ def chats(run: Run, local: Any, probe: Probe, *, name: str, beside: bool, policy
             ratio = iteration.predicted_s / iteration.seconds - 1
             errors.append((bool(iteration.shape.prefills), ratio))
 
+    from cosched.engine.features.plan_timing import PlanTiming
+
     waited = 0, 0
     if controller is not None:
         controller.observer.add_listener(listen)
-        if controller.last_moment is not None:
-            waited = controller.last_moment.num_waits, controller.last_moment.num_dry
+        timing = controller.features.get(PlanTiming)
+        if timing is not None:
+            waited = timing.num_waits, timing.num_dry
     begun = time.perf_counter()
     local.run_until_idle(on_iteration=on_iteration)
     took_s = time.perf_counter() - begun
@@ -355,10 +358,9 @@ def chats(run: Run, local: Any, probe: Probe, *, name: str, beside: bool, policy
     extra: dict[str, Any] = {"took_s": took_s}
     if controller is not None:
         controller.observer.remove_listener(listen)
-        if controller.last_moment is not None:
-            last = controller.last_moment
-            extra |= {"lead_ms": last.lead_s * 1e3, "waits": last.num_waits - waited[0]}
-            extra |= {"dry": last.num_dry - waited[1]}
+        if timing is not None:
+            extra |= {"lead_ms": timing.lead_s * 1e3, "waits": timing.num_waits - waited[0]}
+            extra |= {"dry": timing.num_dry - waited[1]}
         for kind, is_mixed in (("decode", False), ("prefill", True)):
             ratios = [abs(r) for has, r in errors[len(errors) // 4 :] if has is is_mixed]
             if ratios:
@@ -410,18 +412,24 @@ def iterations(run: Run) -> None:
 
 
 def with_cosched(run: Run) -> None:
+    from cosched.engine.features.plan_timing import PlanTiming
+
     with engine(run, "cosched", *sizes(run)) as local:
         probe = Probe(local)
         controller = local.scheduler.cosched
-        late = controller.last_moment
+        features = controller.features
+        late = features.get(PlanTiming)
         for name in ("warm", "late", "late again"):
             with run.step(f"chats {name}"):
                 chats(run, local, probe, name=name, beside=False, policy="cosched")
         with run.step("chats early"):
-            controller.last_moment, note = None, controller.observer.note_launched
-            controller.observer.note_launched = None
+            note, controller.observer.note_launched = controller.observer.note_launched, None
+            if late is not None:
+                features.silence(late)
             chats(run, local, probe, name="early", beside=False, policy="cosched")
-            controller.last_moment, controller.observer.note_launched = late, note
+            if late is not None:
+                features.add(late)
+            controller.observer.note_launched = note
         if late is not None:
             late.lead_s = 0.001  # where it settles
             with run.step("chats late from 1 ms"):

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 from cosched.config import Config
-from cosched.core.batch import BatchTotals
 from cosched.core.caps import EngineCaps
 from cosched.engine import port
 from cosched.engine.clock import Clock, EngineClock
@@ -15,40 +14,31 @@ from cosched.engine.controller import Controller
 from cosched.engine.decode_role import DecodeRole
 from cosched.engine.faults import RequestFaults
 from cosched.engine.features import all_features
+from cosched.engine.features.kv_manager import transfer_s_of
 from cosched.engine.group import Group, Microbatches
 from cosched.engine.guard import Guard
 from cosched.engine.identity import calibrator_of
-from cosched.engine.kv import KvManager, transfer_s_of
-from cosched.engine.last_moment import Arrivals, LastMoment
+from cosched.engine.intake import Arrivals, Intake
 from cosched.engine.lengths import Lengths
 from cosched.engine.observe import IterationObserver
 from cosched.engine.offline_gate import OfflineGate
+from cosched.engine.planner import Planner
 from cosched.engine.port import bidirectional
 from cosched.engine.port.attention import prefills_wait
 from cosched.engine.port.grammar_compilers import take_compilers
-from cosched.engine.port.prefixes import RunningPrefixes
 from cosched.engine.ranks import Ranks
 from cosched.engine.running_table import RunningTable
-from cosched.engine.service import ServiceRecord
 from cosched.engine.startup import describe
-from cosched.engine.support import chooses_evictions
 from cosched.engine.timekeeper import Timekeeper
 from cosched.engine.tracked import TrackedRequest, num_cached
-from cosched.engine.tree_core import can_watch
-from cosched.engine.waiting import Intake, WaitingQueue, WaitingSummary
+from cosched.engine.waiting import WaitingQueue, WaitingSummary
 from cosched.errors import ConfigError
-from cosched.memory.recompute import RecomputeBudget
 from cosched.policies import PolicyEntry, policy_entry
 from cosched.pool.pool import ArrivalQueue, OfflinePool
 from cosched.pool.prefix_pool import PrefixPool
 from cosched.pool.tenants import TenantPool
-from cosched.predict.account import Account
-from cosched.predict.calibration import Calibrator
 from cosched.predict.fitted import GraphSizes
 from cosched.schedule.base import PolicySettings
-
-RECOMPUTE_WINDOW_S = 60.0
-"""What may be recomputed at once is the share of this time (`KvConfig.recompute_share`)."""
 
 logger = logging.getLogger(__name__)
 
@@ -96,55 +86,27 @@ def _controller(
 ) -> Controller:
     """The controller of a scheduler, in charge of its waiting queue for as long as it lives."""
     assert entry.make is not None, f"{entry.name} plans nothing"
-    caps, clock = port.caps_of(scheduler), observer.clock
-    settings = PolicySettings(
-        caps=caps,
-        slo=config.slo.targets(),
-        latency_budget_s=config.latency_budget_s,
-        budgets=config.budgets,
-        offline_rate=config.offline_rate,
-        tiers=config.online_tiers(),
-        own=getattr(config, entry.section) if entry.section else None,
-    )
-    predictor = calibrator_of(
-        scheduler.server_args,
-        lambda: scheduler.model_config,
-        config,
-        graphs=port.graph_sizes_of(scheduler),
-    )
-    is_source = port.parallel().plans
+    plans = port.parallel().plans
+    caps = port.caps_of(scheduler)
     lengths = Lengths(config.named_length(), guard)
-    arrivals = Arrivals(observer)
-    timekeeper = None
-    if is_source:
-        timekeeper = Timekeeper(
-            clock=clock,
-            observer=observer,
-            predictor=predictor if entry.timed else None,
-            in_step=port.parallel().group_size > 1,
-        )
+    intake = Intake(config.target_bounds(), config.online_tiers(), Arrivals(observer))
     waiting = WaitingQueue(
-        pool=_pool_of(scheduler, config, lengths) if is_source else ArrivalQueue(),
-        clock=clock,
+        pool=_pool_of(scheduler, config, lengths) if plans else ArrivalQueue(),
+        clock=observer.clock,
         guard=guard,
-        intake=Intake(config.target_bounds(), settings.tiers, arrivals.came_s),
-        account=Account(predictor.estimate_s),
+        intake=intake,
     )
-    if is_source:
-        observer.account = waiting.account
-    kv = _kv_of(scheduler, config, waiting, settings.slo.ttft_s)
-    share = config.kv.recompute_share
     controller = Controller(
         scheduler=scheduler,
         config=config,
         caps=caps,
-        policy=entry.make(settings),
-        is_timed=entry.timed,
-        clock=clock,
-        guard=guard,
         observer=observer,
-        predictor=predictor,
-        lengths=lengths,
+        predictor=calibrator_of(
+            scheduler.server_args,
+            lambda: scheduler.model_config,
+            config,
+            graphs=port.graph_sizes_of(scheduler),
+        ),
         waiting=waiting,
         table=RunningTable(
             lengths,
@@ -152,18 +114,13 @@ def _controller(
             page_size=caps.page_size,
             decode_reserve=caps.decode_reserve,
         ),
-        arrivals=arrivals,
-        service=ServiceRecord(slo=settings.slo, tiers=settings.tiers),
-        recompute=RecomputeBudget(share=share, most_s=share * RECOMPUTE_WINDOW_S),
-        timekeeper=timekeeper,
         ranks=_ranks_of(scheduler),
         group=_group_of(scheduler, caps, guard),
-        last_moment=_last_moment_of(scheduler, entry, config, predictor, timekeeper),
-        kv=kv,
-        prefixes=RunningPrefixes.of(scheduler) if caps.shared_prefix else None,
     )
-    for kind in all_features():
-        feature = kind.of(controller)
+    if plans:
+        settings = _settings_of(entry, config, caps)
+        controller.planner = Planner(controller, entry.make(settings), _timekeeper_of(controller))
+    for feature in [kind.of(controller) for kind in all_features()]:
         if feature is not None:
             controller.features.add(feature)
     if port.host_total(scheduler):
@@ -176,6 +133,27 @@ def _controller(
     scheduler.waiting_queue = waiting
     port.report_waiting(scheduler, WaitingSummary(waiting))
     return controller
+
+
+def _settings_of(entry: PolicyEntry, config: Config, caps: EngineCaps) -> PolicySettings:
+    return PolicySettings(
+        caps=caps,
+        slo=config.slo.targets(),
+        latency_budget_s=config.latency_budget_s,
+        budgets=config.budgets,
+        offline_rate=config.offline_rate,
+        tiers=config.online_tiers(),
+        own=getattr(config, entry.section) if entry.section else None,
+    )
+
+
+def _timekeeper_of(controller: Controller) -> Timekeeper:
+    return Timekeeper(
+        clock=controller.clock,
+        observer=controller.observer,
+        predictor=controller.predictor if controller.is_timed else None,
+        in_step=port.parallel().group_size > 1,
+    )
 
 
 def _ranks_of(scheduler: Any) -> Ranks | None:
@@ -220,59 +198,6 @@ def _pool_of(scheduler: Any, config: Config, lengths: Lengths) -> OfflinePool[Tr
         weights=config.batches.tenant_weights,
         most_running=config.most_running_offline(),
     )
-
-
-def _last_moment_of(
-    scheduler: Any,
-    entry: PolicyEntry,
-    config: Config,
-    predictor: Calibrator,
-    timekeeper: Timekeeper | None,
-) -> LastMoment | None:
-    is_early = config.plan_early or entry.early or not entry.timed
-    if timekeeper is None or is_early:
-        return None
-    if not (port.overlaps(scheduler) and port.waits_alone(scheduler)):
-        return None
-    observer: IterationObserver = scheduler.cosched_observer
-    last_moment = LastMoment(
-        observer=observer,
-        clock=observer.clock,
-        is_known=lambda shape: predictor.knows(BatchTotals.of(shape)),
-        meanwhile=timekeeper.learn,
-    )
-    observer.note_launched = last_moment.launched
-    return last_moment
-
-
-def _kv_of(
-    scheduler: Any, config: Config, waiting: WaitingQueue, ttft_s: float | None
-) -> KvManager | None:
-    if not _evicts(scheduler, config):
-        return None
-    kv = KvManager(
-        scheduler,
-        config.named_kv(),
-        pool=lambda: waiting.offline,
-        online=waiting.online,
-        ttft_s=ttft_s,
-    )
-    if port.parallel().plans:  # elsewhere it only follows: rank 0 says what is evicted
-        waiting.kv = kv
-    return kv
-
-
-def _evicts(scheduler: Any, config: Config) -> bool:
-    """Whether cosched chooses what is evicted."""
-    if not chooses_evictions(scheduler.server_args, config):
-        return False  # `describe` says so
-    if not can_watch(scheduler):
-        logger.warning(
-            "cosched: SGLang's order evicts KV: cosched does not know the radix tree %s",
-            type(scheduler.tree_cache).__name__,
-        )
-        return False
-    return True
 
 
 def use_virtual_device(

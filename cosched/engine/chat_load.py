@@ -53,9 +53,9 @@ class ChatLoad:
         self._begun.append((tracked.arrival_s, math.inf if tpot_s is None else tpot_s))
         self._first_s = min(self._first_s, tracked.arrival_s)
 
-    def ended(self, tracked: TrackedRequest) -> None:
-        """It has its whole reply."""
-        num_decodes = tracked.num_reported_tokens - 1
+    def ended(self, tracked: TrackedRequest, num_output: int) -> None:
+        """It has its whole reply, of so many tokens."""
+        num_decodes = num_output - 1
         contexts = num_decodes * (tracked.num_prompt_tokens + num_decodes / 2)
         self._num_ended += 1
         share = max(_RECENT, 1 / self._num_ended)

@@ -6,9 +6,11 @@ something else reads it (`Features.get`). What it knows of a request it keeps it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Concatenate, ParamSpec, Self, TypeVar
 
+from cosched.core.plan import PreemptMode, SkipReason
+from cosched.core.request import LateReason
 from cosched.core.view import View
 from cosched.engine.guard import Guard
 from cosched.engine.iteration import Iteration
@@ -33,11 +35,28 @@ class Feature:
         """That of a `cosched.engine.controller.Controller`; None: it is not wanted there."""
         raise NotImplementedError
 
+    def on_receive(self) -> None:
+        """Requests are about to be received, for the next iteration."""
+
     def on_arrival(self, request: Any) -> None:
         """A request came, or was seen for the first time."""
 
-    def on_look(self, now_s: float) -> None:
-        """A plan is about to be made."""
+    def on_queued(self, request: Any) -> None:
+        """It waits: it is new, or it goes back."""
+
+    def on_unqueued(self, request: Any) -> None:
+        """It waits no longer: it is admitted, or was aborted."""
+
+    def on_pool_failed(self) -> None:
+        """Offline requests wait in the order of arrival from now on."""
+
+    def on_look(self, view: View) -> None:
+        """A plan is about to be made from this view."""
+
+    def why_blocked(self, request: Any) -> SkipReason | None:
+        """Why a waiting request cannot be admitted by the next plan; None: it can. Asked while a
+        plan is made, and not left out where it fails."""
+        return None
 
     def on_plan(self, iteration: Iteration, view: View) -> None:
         """It was made from this view; nothing of it has been applied."""
@@ -49,11 +68,26 @@ class Feature:
     def on_shared(self, given: Any) -> None:
         """On all ranks, before a plan is applied: what `to_share` gave on the rank that planned."""
 
+    def on_late(self, request: Any, reason: LateReason) -> None:
+        """The first plan says so that the TTFT target of an online request is out of reach."""
+
+    def on_preempted(self, request: Any, mode: PreemptMode, *, num_computed: int) -> None:
+        """A running request has released its memory; num_computed: tokens whose KV it had."""
+
+    def on_admitted(self, request: Any) -> None:
+        """A waiting request is in the batch that is being built."""
+
+    def on_refused(self, request: Any) -> None:
+        """The engine did not take a request that the plan admits: it waits on."""
+
     def on_launched(self, iteration: Iteration, batch: Any | None) -> None:
         """Its batch is ready to run; None: there is nothing to run."""
 
     def on_result(self, iteration: Iteration, batch: Any) -> None:
         """Its tokens are known."""
+
+    def on_tokens(self, requests: Sequence[Any], now_s: float) -> None:
+        """These requests have new tokens, or have ended, as far as they had not before."""
 
     def on_finished(self, request: Any) -> None:
         """A request has its whole reply, or was aborted while it ran."""
@@ -68,7 +102,7 @@ class Feature:
         """No plan waits for this: the next iteration runs, or there is nothing to do."""
 
 
-_HOOKS = tuple(name for name in vars(Feature) if name.startswith("on_"))
+_HOOKS = (*(name for name in vars(Feature) if name.startswith("on_")), "why_blocked")
 
 
 class Features:
@@ -77,8 +111,9 @@ class Features:
     def __init__(self, guard: Guard) -> None:
         self._guard = guard
         self._features: dict[type[Feature], Feature] = {}
-        self._hearing: dict[str, list[Feature]] = {name: [] for name in _HOOKS}
-        self.sharing = self._hearing[Feature.on_shared.__name__]
+        self._hearing: dict[str, list[tuple[Feature, Callable[..., Any]]]]
+        self._hearing = {name: [] for name in _HOOKS}
+        self.sharing: list[Feature] = []
         """Those that send something with a plan."""
 
     def add(self, feature: Feature) -> None:
@@ -86,11 +121,22 @@ class Features:
         self._features[type(feature)] = feature
         for name, hearing in self._hearing.items():
             if getattr(type(feature), name) is not getattr(Feature, name):
-                hearing.append(feature)
+                hearing.append((feature, getattr(feature, name)))
+        if type(feature).on_shared is not Feature.on_shared:
+            self.sharing.append(feature)
+
+    def silence(self, feature: Feature) -> None:
+        """It hears nothing more."""
+        for name, hearing in self._hearing.items():
+            self._hearing[name] = [one for one in hearing if one[0] is not feature]
 
     def get(self, kind: type[F]) -> F | None:
         """None: it is not wanted here."""
         return self._features.get(kind)  # type: ignore[return-value]  # the kind is its key
+
+    def __getitem__(self, kind: type[F]) -> F:
+        """KeyError where it is not wanted."""
+        return self._features[kind]  # type: ignore[return-value]  # as above
 
     def __iter__(self) -> Iterator[Feature]:
         return iter(self._features.values())
@@ -102,17 +148,21 @@ class Features:
         for feature in self.sharing:
             feature.on_shared(given[feature.place])
 
+    def why_blocked(self, request: Any) -> SkipReason | None:
+        for _, why in self._hearing[Feature.why_blocked.__name__]:
+            reason: SkipReason | None = why(request)
+            if reason is not None:
+                return reason
+        return None
+
     def tell(
         self, hook: Callable[Concatenate[Any, P], None], *args: P.args, **kwargs: P.kwargs
     ) -> None:
         """hook: of `Feature`."""
-        name = hook.__name__
-        for feature in tuple(self._hearing[name]):
+        for feature, hears in self._hearing[hook.__name__]:
             try:
-                getattr(feature, name)(*args, **kwargs)
+                hears(*args, **kwargs)
             except Exception as error:
                 if feature.ends and not self._guard.is_strict:
-                    for hearing in self._hearing.values():
-                        if feature in hearing:
-                            hearing.remove(feature)
+                    self.silence(feature)
                 self._guard.note_or_raise(feature.place, error)

@@ -63,7 +63,7 @@ class Group:
         self.others: OtherRanks = NO_OTHERS
 
     def agree(
-        self, policy: Policy[Any], view: SchedulerView | None, newest: Iteration | None
+        self, policy: Policy[Any] | None, view: SchedulerView | None, newest: Iteration | None
     ) -> None:
         """Before each plan: tell the others what this rank needs, and the view what they need.
         view: of the plan; None: nothing runs or waits here, or another rank plans. newest: the
@@ -127,7 +127,7 @@ class Microbatches:
         self.others: OtherRanks = NO_OTHERS
 
     def agree(
-        self, policy: Policy[Any], view: SchedulerView | None, newest: Iteration | None
+        self, policy: Policy[Any] | None, view: SchedulerView | None, newest: Iteration | None
     ) -> None:
         """As `Group.agree`."""
         due = self._due()

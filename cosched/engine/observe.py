@@ -3,7 +3,7 @@
 The time of an iteration is what it adds to the token gap of a running request: from the end of the
 iteration before it, or from its launch if the scheduler was idle in between, until its result is
 available. That is device time plus host time that does not overlap with it. If the scheduler has
-waited too long (`LastMoment`), the time counts from the launch, or until the end of the wait: if
+waited too long (`PlanTiming`), the time counts from the launch, or until the end of the wait: if
 the wait counted as iteration time, the next wait would be longer still. With the overlap scheduler
 the host sees a result only after it has launched the next iteration; the device's event says when
 it was ready.
@@ -48,7 +48,7 @@ class IterationObserver:
         """guard: what fails here is left out; the batch runs all the same. num_stages: of the
         pipeline. prefills_wait: launches of prefills wait until the device is idle"""
         self._scheduler = scheduler
-        self._guard = guard
+        self.guard = guard
         self.clock = clock
         self._num_stages = num_stages
         self._is_synchronous = port.runs_on_cpu(scheduler) and num_stages == 1
@@ -67,7 +67,7 @@ class IterationObserver:
         self.account: Account | None = None
         """Charges requests for their iterations; None: another rank does."""
         self.note_launched: Callable[..., bool] | None = None
-        """`LastMoment.launched`; None: nothing waits."""
+        """`PlanTiming.launched`; None: nothing waits."""
         self._was_idle = False
         """The latest batch of this rank had no requests, other ranks' batches had."""
         self._last_done_s = 0.0
@@ -99,7 +99,7 @@ class IterationObserver:
             return run()
         iteration = taken(batch)
         iteration.reqs = list(batch.reqs)
-        with self._guard.watching("timing"):
+        with self.guard.watching("timing"):
             iteration.shape = port.shape_of(batch)
             if self._prefixes is not None:
                 iteration.shape = with_repeated(iteration.shape, batch, self._prefixes)
@@ -122,7 +122,7 @@ class IterationObserver:
         if self._is_synchronous:  # on a GPU the forward pass has only been queued
             self._end(iteration, self.clock.now_s())
         if self.note_launched is not None:
-            with self._guard.watching("timing"):
+            with self.guard.watching("timing"):
                 self._look_again(iteration, before)
         self._in_flight.append(iteration)
         self._latest = result
@@ -225,7 +225,7 @@ class IterationObserver:
             self.budget_s += max(limits.values())
             self.budget_used_s += iteration.seconds
         for listener in self._listeners:
-            with self._guard.watching("timing"):
+            with self.guard.watching("timing"):
                 listener(iteration)
         return iteration
 
@@ -245,6 +245,6 @@ class IterationObserver:
         """Before the result is processed: the last reply of a request says what it has cost."""
         reqs, iteration.reqs = iteration.reqs, ()
         if self.account is not None:
-            with self._guard.watching("account"):
+            with self.guard.watching("account"):
                 requests = [req.cosched for req in reqs]
                 self.account.charge(requests, iteration.shape, iteration.device_s)

@@ -11,9 +11,12 @@ from cosched.core.request import RequestClass
 from cosched.engine import port
 from cosched.engine.chat_load import ChatState
 from cosched.engine.controller import Controller
+from cosched.engine.features.class_counters import ClassCounters
+from cosched.engine.features.device_cost import DeviceCost
 from cosched.engine.features.isolated_watch import IsolatedWatch
 from cosched.engine.features.log_decisions import LogDecisions
 from cosched.engine.features.offline_work import OfflineWork
+from cosched.engine.features.plan_timing import PlanTiming
 from cosched.engine.state import OfflineProgress, PlanningTimes, ReplicaState, TierState
 from cosched.engine.tracked import TrackedRequest
 from cosched.pool.tenants import TenantPool
@@ -30,14 +33,15 @@ def state_of(controller: Controller) -> ReplicaState:
     running = _running(controller)
     num_offline = sum(1 for r in running if r.request_class is RequestClass.OFFLINE)
     counters = controller.counters
-    planning_s = sorted(controller.planning_times_s) or [0.0]
+    planning_s = sorted(counters.planning_times_s) or [0.0]
     pool = controller.waiting.offline
-    output_tokens = controller.service.output_tokens
-    aborted = controller.service.aborted + controller.waiting.aborted
-    cancelled = controller.service.cancelled + controller.waiting.cancelled
-    alone = controller.features.get(IsolatedWatch)
-    work = controller.features.get(OfflineWork)
-    decisions = controller.features.get(LogDecisions)
+    features = controller.features
+    served = features[ClassCounters]
+    output_tokens = served.output_tokens
+    aborted = served.aborted + controller.waiting.aborted
+    cancelled = served.cancelled + controller.waiting.cancelled
+    timing, alone = features.get(PlanTiming), features.get(IsolatedWatch)
+    work, decisions = features.get(OfflineWork), features.get(LogDecisions)
     return ReplicaState(
         policy=controller.config.policy,
         num_waiting_online=len(controller.waiting.online),
@@ -50,16 +54,16 @@ def state_of(controller: Controller) -> ReplicaState:
         num_turned_away=controller.scheduler.cosched_offline.num_turned_away,
         num_iterations=controller.observer.num_iterations,
         busy_s=round(controller.observer.busy_s, 6),
-        device_s=controller.waiting.account.by_class(),
+        device_s=features[DeviceCost].account.by_class(),
         budget_s=round(controller.observer.budget_s, 6),
         budget_used_s=round(controller.observer.budget_used_s, 6),
         num_aborted_online=aborted[RequestClass.ONLINE],
         num_aborted_offline=aborted[RequestClass.OFFLINE],
         num_cancelled_online=cancelled[RequestClass.ONLINE],
         num_cancelled_offline=cancelled[RequestClass.OFFLINE],
-        num_waits=0 if controller.last_moment is None else controller.last_moment.num_waits,
-        num_dry=0 if controller.last_moment is None else controller.last_moment.num_dry,
-        lead_s=0.0 if controller.last_moment is None else round(controller.last_moment.lead_s, 6),
+        num_waits=0 if timing is None else timing.num_waits,
+        num_dry=0 if timing is None else timing.num_dry,
+        lead_s=0.0 if timing is None else round(timing.lead_s, 6),
         tokens_per_decode=round(controller.table.tokens_per_decode, 3),
         num_plans=counters.num_plans,
         num_replans=counters.num_replans,
@@ -78,19 +82,18 @@ def state_of(controller: Controller) -> ReplicaState:
         offline_output_tokens=output_tokens[RequestClass.OFFLINE],
         offline_work_s=0.0 if work is None else round(work.work_s, 6),
         attainment={
-            target: (met, missed)
-            for (_, target), (met, missed) in controller.service.attainment.items()
+            target: (met, missed) for (_, target), (met, missed) in served.attainment.items()
         },
         late={
             reason.value: (num_judged, num_met)
-            for reason, (num_judged, num_met) in controller.service.late.items()
+            for reason, (num_judged, num_met) in served.late.items()
         },
         times_s={
             f"{request_class.value}_{name}": (round(total_s, 6), num)
-            for (request_class, name), (total_s, num) in controller.service.times_s.items()
+            for (request_class, name), (total_s, num) in served.times_s.items()
         },
-        histograms={name: {**one} for name, one in controller.service.histograms.items()},
-        skipped=dict(Counter(reason.value for reason in controller.latest.plan.skipped.values()))
+        histograms={name: {**one} for name, one in served.histograms.items()},
+        skipped=dict(Counter(reason.value for reason in counters.latest_plan.skipped.values()))
         if len(controller.waiting.online) + len(pool)
         else {},
         offline_limits=controller.waiting.offline_limits,
@@ -109,7 +112,7 @@ def chat_state(controller: Controller) -> ChatState | None:
         return None
     unfinished = TrackedRequest.of(controller.scheduler.chunked_req)
     is_chat = unfinished is not None and unfinished.request_class is RequestClass.ONLINE
-    rates = controller.service.chat_load.rates(
+    rates = controller.features[ClassCounters].chat_load.rates(
         controller.clock.now_s(),
         [*controller.waiting.online, *([unfinished] if unfinished and is_chat else [])],
         tokens_per_decode=controller.table.tokens_per_decode,
@@ -126,7 +129,7 @@ def chat_state(controller: Controller) -> ChatState | None:
 
 
 def _tiers(controller: Controller, running: list[TrackedRequest]) -> dict[str, TierState]:
-    tiers = controller.service.tiers
+    tiers = controller.features[ClassCounters].tiers
     if not tiers:
         return {}
     waiting = Counter(one.tier for one in controller.waiting.online)

@@ -47,7 +47,7 @@ class RunningTable:
         """generations: of each row, a number that changes when another request gets it
         (`port.row_generations`). decode_reserve: as in `EngineCaps`."""
         num_rows = len(generations)
-        self._lengths = lengths
+        self.lengths = lengths
         self._page_size = page_size
         self._decode_reserve = decode_reserve
         self.tokens_per_decode = 1.0
@@ -72,10 +72,15 @@ class RunningTable:
         """A plan has had guests: with most policies none has, and nothing looks for them."""
 
     def forget(self, request: TrackedRequest) -> None:
-        """It has ended, or a plan has set KV aside for it: read it again if it runs."""
+        """Read it again if it runs: a plan has set KV aside for it, for instance."""
         if request.row is not None:
             self._read[request.row] = NONE
             self._let_go(request.row)
+
+    def ended(self, request: TrackedRequest) -> None:
+        """It has ended: learn from its length."""
+        self.lengths.ended(request)
+        self.forget(request)
 
     def _let_go(self, row: int) -> None:
         owner: TrackedRequest | None = self._owners[row]
@@ -183,7 +188,7 @@ class RunningTable:
 
     def _length(self, tracked: TrackedRequest, num_output: int) -> tuple[int, ...]:
         """Of the columns `_LENGTH`."""
-        until, upper, ends = self._lengths.ends(tracked, num_output)
+        until, upper, ends = self.lengths.ends(tracked, num_output)
         return (until, upper, *(0,) * (NUM_ENDS - len(ends)), *ends)
 
     def _look_at(self, req: Any, row: int) -> bool:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
+from cosched.core.plan import EMPTY_PLAN, Plan
 from cosched.core.request import RequestClass
 from cosched.core.view import OfflineLimits
 from cosched.engine import port
 from cosched.engine.chat_load import ChatState
 from cosched.engine.features.isolated_watch import IsolatedState
+from cosched.engine.iteration import Iteration
 from cosched.engine.tracked import TrackedRequest
 from cosched.memory.occupancy import KvOccupancy
 from cosched.pool.prefix_pool import PoolStats
@@ -26,6 +29,7 @@ class Counters:
 
     num_safe_plans  plans made by the safe rule, because the policy failed (`cosched.engine.guard`)
     planning_s      host time spent in views and policies [s]
+    planning_times_s  of the latest plans
     """
 
     num_plans: int = 0
@@ -37,6 +41,15 @@ class Counters:
     online_prefill_tokens: int = 0
     offline_prefill_tokens: int = 0
     recomputed_tokens: int = 0
+    planning_times_s: deque[float] = field(default_factory=lambda: deque(maxlen=PLANNING_WINDOW))
+    latest_plan: Plan = EMPTY_PLAN
+
+    def count_plan(self, iteration: Iteration) -> None:
+        planning_s = iteration.planning_s or 0.0
+        self.num_plans += 1
+        self.planning_s += planning_s
+        self.planning_times_s.append(planning_s)
+        self.latest_plan = iteration.plan
 
     def count_prefills(self, batch: Any) -> None:
         """A batch with prompt tokens was built."""
@@ -96,7 +109,7 @@ class ReplicaState(msgspec.Struct, kw_only=True, frozen=True):
     attainment       target -> (requests that met it, requests that missed it)
     late             why online requests were judged late -> (number, of these met their target)
     alone            online requests against their isolated baseline; None: it is not known here
-    num_waits        iterations that were planned at the last moment (`cosched.engine.last_moment`)
+    num_waits        iterations that were planned at the last moment
     num_dry          of these, those for which the device had to wait
     lead_s           time before the predicted end of an iteration at which requests are received;
                      0: when it begins, or has ended [s]

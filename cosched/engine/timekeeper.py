@@ -41,31 +41,22 @@ class Timekeeper:
         if predictor is not None:
             observer.predict_s = self._predict_s
 
-    def on_result(
-        self, iteration: Iteration | None, requests: Sequence[TrackedRequest]
-    ) -> list[TrackedRequest]:
-        """The tokens of an iteration are known, of these requests; None: it was not observed.
-        Returns the requests that have ended."""
+    def on_result(self, iteration: Iteration | None, requests: Sequence[TrackedRequest]) -> None:
+        """The tokens of an iteration are known, of these requests; None: it was not observed."""
         end_s = self.clock.now_s() if iteration is None else iteration.end_s
-        finished = []
         for tracked in requests:
-            if tracked.is_ended:
-                continue  # under overlap it is part of one more iteration
             req = tracked.req
             if req.output_ids:
                 tracked.last_token_s = end_s
                 if tracked.first_token_s is None:
                     tracked.first_token_s = end_s
             if req.finished_reason is not None:
-                tracked.is_ended = True
                 num_tokens = len(req.output_ids)
                 self._ended.append(Ended(tracked.rid, tracked.request_class, num_tokens))
-                finished.append(tracked)
-        return finished
 
     def learn(self) -> None:
         """From the iterations that have ended since the last call. A fit of the predictor takes
-        milliseconds (`LastMoment`)."""
+        milliseconds (`PlanTiming`)."""
         done = tuple(self._done)
         self._done.clear()
         newest = self._observer.newest

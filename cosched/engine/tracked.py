@@ -38,27 +38,19 @@ class TrackedRequest:
         "_host",
         "arrival_s",
         "arrival_seq",
-        "backoff_until",
         "device_s",
-        "first_reported_s",
         "first_token_s",
         "has_penalties",
         "is_ended",
         "is_hosted",
-        "is_reported",
-        "kv_hashes",
-        "kv_turn",
         "last_token_s",
         "late",
         "length",
         "max_new_tokens",
         "num_behind",
         "num_penalized",
-        "num_preempted_at",
         "num_prompt_tokens",
         "num_queued_tokens",
-        "num_refusals",
-        "num_reported_tokens",
         "payer",
         "promised",
         "req",
@@ -112,14 +104,12 @@ class TrackedRequest:
         self.last_token_s: float | None = None
         self.late: LateReason | None = None
         self.is_ended = False
-        """The timekeeper has seen its end."""
+        """Its end is known."""
         self.traits: Traits = _traits_of(req)
         self.reserves_all = port.reserves_whole_output(req)
         """The engine reserves its whole output, not a share of it."""
         self.num_penalized = 0
         """Generated tokens that its penalties have counted (`cosched.engine.port.penalties`)."""
-        self.num_preempted_at = 0
-        """Tokens whose KV it had when it was preempted; 0: it was not, or has resumed."""
         self.promised: int | None = None
         """Output tokens, generated ones included, for which a plan has set KV aside; None: none
         has."""
@@ -127,10 +117,6 @@ class TrackedRequest:
         """A plan made it a guest, and no plan has set KV aside for it since."""
         self._host: tuple[TrackedRequest, int] | None = None
         """Its host, and the number of preemptions of both at that time."""
-        self.num_refusals = 0
-        """Times in a row that the engine refused it although a plan admitted it."""
-        self.backoff_until = 0
-        """Number of the first plan that may admit it again."""
         self.has_penalties = port.has_penalties(req)
         self.num_queued_tokens = 0
         """Its length when it was last queued, part of the queue's total."""
@@ -138,13 +124,6 @@ class TrackedRequest:
         """In the table of running requests (`cosched.engine.running_table`); None: none."""
         self.length: Belief | None = None
         """What `cosched.engine.lengths` believes of its output, since it was first asked."""
-        # What `cosched.engine.kv` knows of it.
-        self.kv_hashes: Sequence[int] = ()
-        self.kv_turn = 1
-        # What `cosched.engine.service` has counted of it.
-        self.num_reported_tokens = 0
-        self.first_reported_s = 0.0
-        self.is_reported = False
         req.cosched = self
 
     @classmethod

@@ -29,15 +29,14 @@ from cosched.core.view import (
 from cosched.engine import port
 from cosched.engine.feature import Features
 from cosched.engine.features.isolated_watch import IsolatedWatch
+from cosched.engine.features.kv_manager import KvManager
+from cosched.engine.features.recomputation import Recomputation
+from cosched.engine.features.shared_reads import SharedReads
 from cosched.engine.iteration import Moment
-from cosched.engine.kv import KvManager
-from cosched.engine.lengths import Lengths
-from cosched.engine.port.prefixes import RunningPrefixes
 from cosched.engine.running import Running, own_tokens
 from cosched.engine.running_table import RunningTable
 from cosched.engine.tracked import TrackedRequest
 from cosched.engine.waiting import WaitingQueue
-from cosched.memory.recompute import RecomputeBudget
 from cosched.predict.calibration import Calibrator
 from cosched.schedule.ledger import promised_tokens
 
@@ -51,15 +50,9 @@ class Sources(Protocol):
     scheduler: Any
     caps: EngineCaps
     predictor: Calibrator
-    lengths: Lengths
     waiting: WaitingQueue
     table: RunningTable
-    recompute: RecomputeBudget
     features: Features
-    kv: KvManager | None
-    prefixes: RunningPrefixes | None
-
-    def why_blocked(self, request: Request) -> SkipReason | None: ...
 
 
 class SchedulerView:
@@ -88,12 +81,7 @@ class SchedulerView:
         self.predictor: Predictor = sources.predictor
         self.now_s: float = moment.now_s
         self.start_s: float = moment.start_s
-        self.recompute_debt_s: float = sources.recompute.debt_s(moment.now_s)
-        kv, isolated = sources.kv, sources.features.get(IsolatedWatch)
-        self._kv = kv
-        self.tolerance_headroom: ToleranceHeadroom | None = (
-            None if isolated is None else isolated.headroom
-        )
+        self._kv = sources.features.get(KvManager)
         self._matches: dict[Request, Match] = {}
         self._gains: dict[Request, port.Tokens] = {}
         self._shared: dict[RequestClass, Mapping[Request, int]] = {}
@@ -111,7 +99,16 @@ class SchedulerView:
         return self._sources.table.tokens_per_decode
 
     def why_blocked(self, request: Request) -> SkipReason | None:
-        return self._sources.why_blocked(request)
+        return self._sources.features.why_blocked(request)
+
+    @cached_property
+    def recompute_debt_s(self) -> float:
+        return self._sources.features[Recomputation].budget.debt_s(self.now_s)
+
+    @cached_property
+    def tolerance_headroom(self) -> ToleranceHeadroom | None:
+        isolated = self._sources.features.get(IsolatedWatch)
+        return None if isolated is None else isolated.headroom
 
     @cached_property
     def _running(self) -> Running:
@@ -165,7 +162,9 @@ class SchedulerView:
 
     def length(self, request: Request) -> LengthEstimate:
         assert isinstance(request, TrackedRequest), f"{type(request)=}"
-        return self._sources.lengths.remaining(request, waits=self.waiting(request.rid) is not None)
+        return self._sources.table.lengths.remaining(
+            request, waits=self.waiting(request.rid) is not None
+        )
 
     def waiting(self, rid: str) -> TrackedRequest | None:
         return self._sources.waiting.get(rid)
@@ -331,15 +330,13 @@ class SchedulerView:
 
     def num_shared(self, request: Request) -> int:
         """Computed once for each class."""
-        if self._sources.prefixes is None:
+        reads = self._sources.features.get(SharedReads)
+        if reads is None:
             return 0
         shared = self._shared.get(request.request_class)
         if shared is None:
             requests, contexts, _ = self.running_of(request.request_class)
-            contexts = contexts.tolist()
-            reads = self._sources.prefixes.reads([_req(r) for r in requests], contexts)
-            numbers = (all_ - read for all_, read in zip(contexts, reads, strict=True))
-            shared = dict(zip(requests, numbers, strict=True))
+            shared = reads.saved(requests, contexts.tolist())
             self._shared[request.request_class] = shared
         return shared.get(request, 0)
 

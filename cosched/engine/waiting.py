@@ -9,38 +9,22 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 from sortedcontainers import SortedList
 
 from cosched.core.request import RequestClass, num_tokens_of
-from cosched.core.tiers import Tier
 from cosched.core.view import OfflineLimits
-from cosched.core.wire import Bounds, class_of_priority
+from cosched.core.wire import class_of_priority
 from cosched.engine import port
 from cosched.engine.clock import Clock
 from cosched.engine.feature import Feature, Features
 from cosched.engine.guard import Guard
-from cosched.engine.kv import KvManager
+from cosched.engine.intake import Intake
 from cosched.engine.tracked import TrackedRequest
 from cosched.pool.pool import ArrivalQueue, OfflinePool
-from cosched.predict.account import Account
-from cosched.predict.calibration import cold_start_s
-
-
-class Intake(NamedTuple):
-    """How a request is read when it arrives.
-
-    bounds  the operator's, for targets of requests
-    tiers   of online requests
-    came_s  (request, now) -> when it arrived [s]; None: now
-    """
-
-    bounds: Bounds = Bounds()
-    tiers: Sequence[Tier] = ()
-    came_s: Callable[[Any, float], float] | None = None
 
 
 class WaitingQueue:
@@ -57,10 +41,9 @@ class WaitingQueue:
         clock: Clock,
         guard: Guard | None = None,
         intake: Intake | None = None,
-        account: Account | None = None,
     ) -> None:
         """guard: if the pool fails, the order of arrival takes its place; None: errors are raised.
-        intake: None: without bounds and tiers. account: what requests cost; None: a new one."""
+        intake: None: without bounds and tiers."""
         self.online: ArrivalQueue[TrackedRequest] = ArrivalQueue()
         self.offline = pool
         self.clock = clock
@@ -74,12 +57,9 @@ class WaitingQueue:
         """Requests in `aborted` that their client cancelled."""
         self.offline_limits = OfflineLimits()
         """What the operator allows."""
-        self.kv: KvManager | None = None
-        """Notified of new and of waiting requests."""
-        self.account = account or Account(cold_start_s)
         self._guard = guard or Guard(is_strict=True)
         self.features = Features(self._guard)
-        """Hear of new and of aborted requests."""
+        """Hear of new and of waiting requests."""
         self._intake = intake or Intake()
         self._all: ArrivalQueue[TrackedRequest] = ArrivalQueue()
         self._rids: SortedList[str] = SortedList()
@@ -89,9 +69,15 @@ class WaitingQueue:
         self._newest_seq = -1
 
     def advance(self, now_s: float) -> None:
-        """Advance the time of the pool, before planning."""
+        """Requests have been received, and the next iteration is planned."""
+        self.looked(now_s)
         with self._pool() as pool:
             pool.advance(now_s)
+
+    def looked(self, now_s: float) -> None:
+        """Requests have been received."""
+        if self._intake.arrivals is not None:
+            self._intake.arrivals.looked(now_s)
 
     def ended(self, tracked: TrackedRequest) -> None:
         """A request that was admitted has ended."""
@@ -100,14 +86,6 @@ class WaitingQueue:
             seconds = 0.0 if first_s is None or last_s is None else last_s - first_s
             with self._pool() as pool:
                 pool.ended(num_tokens_of(tracked), seconds, tracked.rid)
-
-    def computed(self, reqs: Iterable[Any]) -> None:
-        """A chunk of each of these prompts was computed; the last chunk of a prompt is in the tree
-        now."""
-        if self.kv is not None:
-            with self._guard.watching("account"):
-                for req in reqs:
-                    self.account.computed(req.cosched.payer.key, self.kv.path_of(req.cosched))
 
     @property
     def may_admit(self) -> bool:
@@ -124,16 +102,13 @@ class WaitingQueue:
             self._preempted[tracked.rid] = tracked
         if tracked.request_class is RequestClass.ONLINE:
             self.online.add(tracked)
-            if self.kv is not None:
-                with self._guard.watching("kv"):
-                    self.kv.online_waits(tracked)
         else:
             if tracked.arrival_seq > self._newest_seq:
                 self._newest_seq = tracked.arrival_seq
                 self.num_behind = tracked.num_behind
             with self._pool() as pool:
                 pool.add(tracked)
-                self._refer(tracked, 1)
+        self.features.tell(Feature.on_queued, tracked)
         tracked.num_queued_tokens = req.seqlen
         self.num_tokens += tracked.num_queued_tokens
 
@@ -146,34 +121,28 @@ class WaitingQueue:
         tracked = TrackedRequest.of(req)
         if tracked is None:
             now_s, intake = self.clock.now_s(), self._intake
+            arrivals = intake.arrivals
             tracked = TrackedRequest(
                 req,
-                arrival_s=now_s if intake.came_s is None else intake.came_s(req, now_s),
+                arrival_s=now_s if arrivals is None else arrivals.came_s(req, now_s),
                 arrival_seq=next(self._seq),
                 bounds=intake.bounds,
                 tiers=intake.tiers,
             )
-            tracked.payer = self.account.payer(tracked.tenant, tracked.request_class)
-            if self.kv is not None:
-                with self._guard.watching("kv"):
-                    self.kv.arrived(tracked, now_s)
             self.features.tell(Feature.on_arrival, tracked)
         return tracked
 
     def remove_rid(self, rid: str) -> TrackedRequest:
         """Take out a request that is admitted. KeyError when it does not wait."""
         tracked = self._take(rid)
-        if self.kv is not None:
-            with self._guard.watching("account"):
-                self.account.reused(tracked.payer.key, self.kv.path_of(tracked))
         if tracked.request_class is RequestClass.ONLINE:
             self.online.remove(rid)
             with self._pool() as pool:
                 pool.promote(tracked)
-            return tracked
-        with self._pool() as pool:
-            pool.remove(rid)
-            self._refer(tracked, -1)
+        else:
+            with self._pool() as pool:
+                pool.remove(rid)
+        self.features.tell(Feature.on_unqueued, tracked)
         return tracked
 
     def cancel_rid(self, rid: str) -> TrackedRequest:
@@ -192,12 +161,8 @@ class WaitingQueue:
         else:
             with self._pool() as pool:
                 pool.abort(rid)
-                self._refer(tracked, -1)
+        self.features.tell(Feature.on_unqueued, tracked)
         return tracked
-
-    def _refer(self, tracked: TrackedRequest, by: int) -> None:
-        if self.kv is not None:
-            self.kv.waits(tracked, by=by)
 
     def use_arrival_order(self) -> None:
         """Put all waiting offline requests into a plain queue: the pool has failed."""
@@ -206,8 +171,7 @@ class WaitingQueue:
             if tracked.request_class is RequestClass.OFFLINE:
                 queue.add(tracked)
         self.offline = queue
-        if self.kv is not None:
-            self.kv.forget_waiting()
+        self.features.tell(Feature.on_pool_failed)
 
     @contextlib.contextmanager
     def _pool(self) -> Iterator[OfflinePool[TrackedRequest]]:
@@ -224,9 +188,6 @@ class WaitingQueue:
         self._rids.remove(rid)
         self._preempted.pop(rid, None)
         self.num_tokens -= tracked.num_queued_tokens
-        if self.kv is not None and tracked.request_class is RequestClass.ONLINE:
-            with self._guard.watching("kv"):
-                self.kv.online_waits_no_more(tracked)
         return tracked
 
     @property

@@ -23,9 +23,9 @@ from cosched.core.wire import PARAMS_KEY, SERVER_KEY, class_of_priority
 from cosched.cpu.torch_native import run_uncompiled
 from cosched.engine.attach import attach
 from cosched.engine.checks import check_received, scope_of
+from cosched.engine.features.kv_manager import with_tree_core
 from cosched.engine.features.storage_reads import StorageReads
 from cosched.engine.guard import note_or_raise
-from cosched.engine.kv import with_tree_core
 from cosched.engine.offline_gate import is_for_gate
 from cosched.engine.port import finish_by_pattern as finish
 from cosched.engine.port import forget_last, most_tail_tokens, refuse, under_way

@@ -43,7 +43,7 @@ def main(rank, task):
     engine = LocalEngine(task["flags"], rank=rank, dp_rank=None if num_stages > 1 else dp_rank)
     scheduler = engine.scheduler
     controller = getattr(scheduler, "cosched", None)
-    if controller is not None and controller.timekeeper is not None and task.get("stops"):
+    if controller is not None and controller.planner is not None and task.get("stops"):
         _preempt_also(controller, task["stops"], seed=dp_rank)
     actions = {}
     for rid, prompt, num_tokens, priority, iteration in task["requests"][dp_rank]:

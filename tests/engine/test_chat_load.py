@@ -9,11 +9,10 @@ import pytest
 from cosched.engine.chat_load import WINDOW_S, ChatLoad
 
 
-def request(arrival_s, *, num_prompt=100, num_cached=40, num_output=11):
+def request(arrival_s, *, num_prompt=100, num_cached=40):
     return SimpleNamespace(
         arrival_s=arrival_s,
         num_prompt_tokens=num_prompt,
-        num_reported_tokens=num_output,
         req=SimpleNamespace(cached_tokens=num_cached),
     )
 
@@ -22,7 +21,7 @@ def served(load, arrivals, *, tpot_s=0.05):
     for arrival_s in arrivals:
         one = request(arrival_s)
         load.began(one, tpot_s)
-        load.ended(one)
+        load.ended(one, 11)
 
 
 def test_rates_are_of_the_last_minute_and_sizes_of_recent_requests():

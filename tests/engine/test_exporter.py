@@ -9,6 +9,8 @@ import pytest
 
 import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.engine.feature import Feature
+from cosched.engine.features.class_counters import ClassCounters
+from cosched.engine.features.device_cost import DeviceCost
 from cosched.engine.read_state import offline_progress, state_of
 from tests.crossed import crossed
 from tests.engine.conftest import assert_drained, prompt, use_stepping_clock, without_model
@@ -27,7 +29,7 @@ def export(make_engine):
         controller = engine.scheduler.cosched
         state = partial(state_of, controller)
         exporter = MetricsExporter(state, {"tp_rank": "0"}, registry=registry)
-        controller.service.listener = exporter
+        controller.features[ClassCounters].listener = exporter
         controller.features.add(exporter)
 
         def value(name, **labels):
@@ -110,7 +112,7 @@ def test_work_that_cannot_be_predicted_yet_is_at_most_what_it_cost(export):
     engine.run_until_idle(max_iterations=200)
     controller = engine.scheduler.cosched
     assert not controller.predictor.is_known
-    [cost_s] = controller.waiting.account.by_class()["offline"].values()
+    [cost_s] = controller.features[DeviceCost].account.by_class()["offline"].values()
     assert 0 < value("offline_work_seconds_total") <= cost_s + 1e-6
 
 

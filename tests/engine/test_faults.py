@@ -82,8 +82,8 @@ def test_a_policy_that_fails_now_and_then_costs_nobody_a_token(
 ):
     engine = make_engine(policy=policy, overlap=overlap)
     controller = unguarded(engine)
-    controller.policy = FailsSometimes(
-        controller.policy, lambda n: fail() if n % 3 == 0 and n < 60 else None
+    controller.planner.policy = FailsSometimes(
+        controller.planner.policy, lambda n: fail() if n % 3 == 0 and n < 60 else None
     )
     submit_some(engine)
     assert answers(engine) == expected
@@ -97,10 +97,10 @@ def test_a_policy_that_fails_now_and_then_costs_nobody_a_token(
 def test_a_policy_that_always_fails_is_not_asked_for_ever(make_engine, expected, said):
     engine = make_engine()
     controller = unguarded(engine)
-    controller.policy = FailsSometimes(controller.policy, lambda n: fail())
+    controller.planner.policy = FailsSometimes(controller.planner.policy, lambda n: fail())
     submit_some(engine)
     assert answers(engine) == expected
-    assert controller.policy.num_calls == MOST_FAILURES
+    assert controller.planner.policy.num_calls == MOST_FAILURES
     assert state_of(controller).policy_given_up
     assert "until the server is restarted" in said[-1]
 
@@ -119,10 +119,10 @@ def test_a_policy_that_never_returns_is_interrupted_and_not_asked_again(
     monkeypatch.setattr("cosched.engine.guard.PLAN_LIMIT_S", 0.2)
     engine = make_engine()
     controller = unguarded(engine)
-    controller.policy = FailsSometimes(controller.policy, lambda n: hang())
+    controller.planner.policy = FailsSometimes(controller.planner.policy, lambda n: hang())
     submit_some(engine)
     assert answers(engine) == expected
-    assert controller.policy.num_calls == 1
+    assert controller.planner.policy.num_calls == 1
     assert state_of(controller).policy_given_up
     (line,) = said
     assert "no plan within 0.2 s" in line and "until the server is restarted" in line
@@ -141,10 +141,10 @@ def test_slow_plans_are_used_and_named_and_too_many_in_a_row_are_the_last(
     def plan_slowly(number):
         now_s[0] += 1.5 if number in slow else 0.5
 
-    controller.policy = FailsSometimes(controller.policy, plan_slowly)
+    controller.planner.policy = FailsSometimes(controller.planner.policy, plan_slowly)
     submit_some(engine)
     assert answers(engine) == expected
-    assert controller.policy.num_calls == 9 + MOST_FAILURES
+    assert controller.planner.policy.num_calls == 9 + MOST_FAILURES
     state = state_of(controller)
     assert state.policy_given_up and state.failures == {"slow_plan": 2 * MOST_FAILURES - 1}
     assert "took 1.5 s for a plan" in said[0]
@@ -163,8 +163,8 @@ def test_slow_plans_are_used_and_named_and_too_many_in_a_row_are_the_last(
 def test_a_plan_that_the_engine_cannot_run_is_not_applied(make_engine, expected, plan):
     engine = make_engine()
     controller = unguarded(engine)
-    controller.policy = FailsSometimes(
-        controller.policy, lambda n: plan if n % 4 == 1 and n < 40 else None
+    controller.planner.policy = FailsSometimes(
+        controller.planner.policy, lambda n: plan if n % 4 == 1 and n < 40 else None
     )
     submit_some(engine)
     assert answers(engine) == expected
@@ -179,19 +179,19 @@ def test_where_even_the_safe_rule_fails_what_runs_goes_on(make_engine, monkeypat
 
     def act(iteration):
         if iteration == 6:
-            failing.append(controller.policy)
-            controller.policy = FailsSometimes(controller.policy, lambda n: fail())
+            failing.append(controller.planner.policy)
+            controller.planner.policy = FailsSometimes(controller.planner.policy, lambda n: fail())
             monkeypatch.setattr(controller.guard._safe, "plan", fail)
         if iteration == 9:
-            controller.policy = failing[0]
+            controller.planner.policy = failing[0]
 
     answers(engine, on_iteration=act)
     assert controller.guard.failures["safe_plan"] == 3
 
 
 WATCHERS = {
-    "timekeeper": lambda c, m: m.setattr(c.timekeeper, "moment", fail),
-    "first tokens": lambda c, m: m.setattr(c.timekeeper, "on_result", fail),
+    "timekeeper": lambda c, m: m.setattr(c.planner.timekeeper, "moment", fail),
+    "first tokens": lambda c, m: m.setattr(c.planner.timekeeper, "on_result", fail),
     "predictor": lambda c, m: m.setattr(c.predictor, "observe", fail),
     "prediction": lambda c, m: m.setattr(c.predictor, "predict_s", fail),
     "launch": lambda c, m: m.setattr("cosched.engine.port.shape_of", fail),

@@ -13,15 +13,15 @@ class Heard(Feature):
     def __init__(self):
         self.heard = []
 
-    def on_look(self, now_s):
-        self.heard.append(now_s)
+    def on_look(self, view):
+        self.heard.append(view)
 
 
 class Fails(Heard):
     place = "fails"
 
-    def on_look(self, now_s):
-        super().on_look(now_s)
+    def on_look(self, view):
+        super().on_look(view)
         raise ZeroDivisionError("on purpose")
 
 

@@ -115,8 +115,8 @@ def test_preemptions_change_no_token(
         cut.append(node.num_tokens < before)
 
     core.__dict__["_keep_head"] = noted
-    policy = StoppingPolicy(controller.policy, mode, seed=5)
-    controller.use_policy(policy)
+    policy = StoppingPolicy(controller.planner.policy, mode, seed=5)
+    controller.planner.use_policy(policy)
     assert answers(engine) == undisturbed
     assert len(policy.stopped) > NUM_REQUESTS / 2
     counters = controller.counters

@@ -7,6 +7,7 @@ import pytest
 from sglang.srt.mem_cache.l2_transfer import TransferCompletion
 
 from cosched.core.plan import SkipReason
+from cosched.engine.features.kv_on_host import KvOnHost
 from cosched.memory.occupancy import HostOccupancy
 from tests.engine.conftest import assert_drained, outputs, prompt, watch_plans
 
@@ -102,7 +103,7 @@ def test_tokens_are_the_same_with_host_memory(
     make_engine, monkeypatch, undisturbed, write, page_size, num_polls, ratio, is_ahead
 ):
     if is_ahead:
-        monkeypatch.setattr("cosched.engine.kv._MIN_LOAD_S", 0.0)
+        monkeypatch.setattr("cosched.engine.features.kv_on_host._MIN_LOAD_S", 0.0)
     if not undisturbed:
         undisturbed |= serve(make_engine(policy="hygen", overlap=True, max_total_tokens=4000))
     engine = make_engine(
@@ -163,14 +164,14 @@ def test_a_context_on_the_host_is_loaded_and_not_computed(make_engine):
 
 def test_a_long_load_ends_before_its_request_is_admitted(make_engine, monkeypatch):
     """Other requests run meanwhile."""
-    monkeypatch.setattr("cosched.engine.kv._MIN_LOAD_S", 0.0)
+    monkeypatch.setattr("cosched.engine.features.kv_on_host._MIN_LOAD_S", 0.0)
     engine = with_host(make_engine)
     scheduler = engine.scheduler
     LateTransfers(engine, 4)
     engine.submit("first", prompt(1, 300), max_new_tokens=2)
     engine.run_until_idle()
     overflow(engine, "other", 500, seed=2)
-    kv = scheduler.cosched.kv
+    kv = scheduler.cosched.features[KvOnHost]
     waits, decoded, reasons = [], [], set()
 
     def note(iteration):

@@ -9,8 +9,8 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 import cosched.bootstrap  # noqa: F401  # before SGLang
 from cosched.core.plan import Plan
-from cosched.engine import kv
-from cosched.engine.kv import KvManager
+from cosched.engine.features import kv_manager as kv
+from cosched.engine.features.kv_manager import KvManager
 from cosched.engine.tracked import num_cached
 from cosched.memory.config import KvConfig
 from tests.engine.conftest import OFFLINE, prompt, view_now, watch_plans

@@ -11,7 +11,9 @@ import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.core.batch import BatchShape
 from cosched.engine import port
 from cosched.engine.clock import EngineClock
-from cosched.engine.last_moment import Arrivals, LastMoment
+from cosched.engine.features.plan_timing import PlanTiming
+from cosched.engine.intake import Arrivals
+from cosched.engine.iteration import Iteration
 from cosched.engine.read_state import state_of
 
 
@@ -55,7 +57,7 @@ class Device:
 def make(*, is_known=True):
     clock = ByHand()
     device = Device(clock)
-    moment = LastMoment(
+    moment = PlanTiming(
         observer=device,
         clock=clock,
         is_known=lambda shape: is_known,
@@ -63,6 +65,12 @@ def make(*, is_known=True):
     )
     clock.waits.clear()
     return clock, device, moment
+
+
+def launching(moment):
+    iteration = Iteration()
+    moment.on_launched(iteration, object())
+    return iteration.came_late
 
 
 @pytest.mark.parametrize(
@@ -78,7 +86,7 @@ def test_a_plan_waits_until_it_takes_the_rest_of_the_iteration(predicted_s, is_k
     clock, device, moment = make(is_known=is_known)
     device.launch(predicted_s=predicted_s, takes_s=0.05)
     moment.lead_s = 0.01
-    moment.wait()
+    moment.on_receive()
     assert clock.waits[:-1] == waits[:-1] and clock.waits[-1:] == pytest.approx(waits[-1:])
 
 
@@ -89,11 +97,11 @@ def test_what_holds_up_a_plan_is_done_within_the_wait():
     def work():
         clock.time_s += 0.015
 
-    moment = LastMoment(observer=device, clock=clock, is_known=lambda shape: True, meanwhile=work)
+    moment = PlanTiming(observer=device, clock=clock, is_known=lambda shape: True, meanwhile=work)
     began_s = clock.time_s
     device.launch(predicted_s=0.05, takes_s=0.05)
     moment.lead_s = 0.01
-    moment.wait()
+    moment.on_receive()
     assert clock.time_s - began_s == pytest.approx(0.04)
 
 
@@ -101,17 +109,17 @@ def test_nobody_waits_for_an_iteration_of_a_kind_that_was_not_seen():
     """A policy that has prompts in every iteration never sees decodes alone, and needs not."""
     clock, device, moment = make()
     known = []
-    moment = LastMoment(
+    moment = PlanTiming(
         observer=device,
         clock=clock,
         is_known=lambda shape: known.append(shape) or not shape.decodes,
         meanwhile=lambda: None,
     )
     device.launch(predicted_s=0.05, takes_s=0.05)
-    moment.wait()
+    moment.on_receive()
     assert known == [device.latest_shape] and not clock.waits
     device.latest_shape = BatchShape()
-    moment.wait()
+    moment.on_receive()
     assert len(clock.waits) == 1
 
 
@@ -122,13 +130,13 @@ def test_when_a_device_runs_dry_is_known_while_somebody_waits_and_not_while_a_pl
     clock, device, moment = make()
     moment.lead_s = 0.01
     device.launch(predicted_s=predicted_s, takes_s=0.05)
-    moment.wait()
+    moment.on_receive()
     clock.time_s += 0.009
     is_late = predicted_s > 0.05
-    assert moment.launching() is moment.launched(is_dry=device.has_run_dry()) is is_late
+    assert launching(moment) is moment.launched(is_dry=device.has_run_dry()) is is_late
     assert device.dry == ([True] if predicted_s == 0.2 else [False] if is_late else [])
     assert moment.num_dry == is_late
-    assert moment.launching() is False and len(device.dry) == is_late
+    assert launching(moment) is False and len(device.dry) == is_late
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -138,9 +146,9 @@ def test_one_launch_in_a_hundred_comes_too_late(seed):
     for _ in range(40_000):
         seconds = draw.uniform(0.03, 0.06)
         device.launch(predicted_s=seconds, takes_s=seconds * draw.gauss(1.0, 0.03))
-        moment.wait()
+        moment.on_receive()
         clock.time_s += draw.uniform(0.002, 0.006)  # planning and building a batch
-        moment.launching()
+        launching(moment)
         clock.time_s += 0.001  # before the first kernel
         moment.launched(is_dry=device.has_run_dry())
         clock.time_s = max(clock.time_s, device.done_s)
@@ -158,9 +166,9 @@ def test_mispredicted_prefills_do_not_keep_decodes_from_waiting(seed):
 
     def run(*, predicted_s, takes_s):
         device.launch(predicted_s=predicted_s, takes_s=takes_s)
-        moment.wait()
+        moment.on_receive()
         clock.time_s += 0.002
-        moment.launching()
+        launching(moment)
         moment.launched(is_dry=device.has_run_dry())
         clock.time_s = max(clock.time_s, device.done_s)
 
@@ -220,7 +228,7 @@ def test_only_a_scheduler_whose_loop_is_its_own_waits(changes, steps_together, a
 def test_who_plans_at_the_last_moment(make_engine, policy, overlap, config, waits):
     engine = make_engine(policy=policy, overlap=overlap, config=config)
     controller = engine.scheduler.cosched
-    assert (controller.last_moment is not None) is waits
+    assert (controller.features.get(PlanTiming) is not None) is waits
     state = state_of(controller)
     assert (state.lead_s > 0) is waits
 

@@ -45,7 +45,7 @@ def test_what_is_aborted_teaches_nothing(make_engine):
             engine.abort("gone")
 
     engine.run_until_idle(on_iteration=abort)
-    assert len(engine.scheduler.cosched.lengths.model.histogram) == 0
+    assert len(engine.scheduler.cosched.table.lengths.model.histogram) == 0
     assert_drained(engine)
 
 
@@ -71,7 +71,7 @@ def test_a_failure_leaves_the_limit(make_engine, monkeypatch):
     def fail(*args):
         raise ArithmeticError("made to fail")
 
-    monkeypatch.setattr(controller.lengths.model, "belief", fail)
+    monkeypatch.setattr(controller.table.lengths.model, "belief", fail)
     engine.submit("r", prompt(1, 30), max_new_tokens=12)
     assert estimates_of(engine, "r") == {5: (7, 7)}
     assert controller.guard.failures["length"] > 0

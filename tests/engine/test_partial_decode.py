@@ -47,8 +47,8 @@ class HoldingPolicy:
 
 def hold_at_random(engine, *, seed):
     controller = engine.scheduler.cosched
-    controller.policy = HoldingPolicy(controller.policy, seed=seed)
-    return controller.policy
+    controller.planner.policy = HoldingPolicy(controller.planner.policy, seed=seed)
+    return controller.planner.policy
 
 
 def answers(engine, seed):
@@ -99,7 +99,7 @@ def test_a_paused_request_is_visible_and_can_be_aborted(make_engine, overlap):
     for rid in ("a", "b", "c"):
         engine.submit(rid, prompt(ord(rid), 40), max_new_tokens=30)
     scheduler = engine.scheduler
-    policy = scheduler.cosched.policy
+    policy = scheduler.cosched.planner.policy
     held = set()
 
     class HoldB:
@@ -110,7 +110,7 @@ def test_a_paused_request_is_visible_and_can_be_aborted(make_engine, overlap):
             hold = held & {r.rid for r in view.running if not view.cannot_pause((r,))}
             return replace(plan, paused=hold), None
 
-    scheduler.cosched.policy = HoldB()
+    scheduler.cosched.planner.policy = HoldB()
     lengths = []
 
     def act(iteration):

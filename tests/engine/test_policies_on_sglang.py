@@ -157,7 +157,7 @@ def test_forced_exchange_of_bros_changes_no_token(make_engine, overlap, page_siz
     targets = {"slo": {"ttft_ms": 60_000, "tpot_ms": 60_000}}
     engine = make_engine(policy=name, config=targets, max_total_tokens=992, **flags)
     controller = engine.scheduler.cosched
-    controller.policy = crowded = Crowded(controller.policy, batch_size=2)
+    controller.planner.policy = crowded = Crowded(controller.planner.policy, batch_size=2)
     assert ask_all(engine, seed=3) == answers
     assert crowded.num_exchanged > 10
     assert_drained(engine)

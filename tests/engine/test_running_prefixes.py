@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import cosched.bootstrap  # noqa: F401  # before sglang
+from cosched.engine.features.shared_reads import SharedReads
 from cosched.engine.port.prefixes import RunningPrefixes
 from cosched.engine.port.read_once import launching
 
@@ -162,7 +163,7 @@ def test_all_that_ask_in_a_process_share_one(make_engine, page_size):
     engine = make_engine(attention_backend="cosched_shared_prefix", page_size=page_size)
     scheduler = engine.scheduler
     found = RunningPrefixes.of(scheduler)
-    assert scheduler.cosched.prefixes is found
+    assert scheduler.cosched.features[SharedReads].prefixes is found
     assert scheduler.cosched_observer._prefixes is found
     assert scheduler.tp_worker.model_runner.attn_backend.cosched_shared._prefixes is found
     for index in range(3):

@@ -11,6 +11,7 @@ from sglang.srt.managers.io_struct import (
 )
 
 from cosched.engine import port
+from cosched.engine.features.device_cost import DeviceCost
 from cosched.lab.local_engine import made_up
 from tests.adapters import FLAGS as LORA_FLAGS
 from tests.adapters import load_adapters, make_adapters, without_pinned_memory
@@ -235,7 +236,7 @@ def test_beams_are_never_preempted_or_paused(make_engine, overlap):
     engine.run_until_idle(on_iteration=act, max_iterations=600)
     assert engine.replies["beam"].finish_reason == "length"
     assert_drained(engine)
-    costs = engine.scheduler.cosched.waiting.account.by_class()
+    costs = engine.scheduler.cosched.features[DeviceCost].account.by_class()
     assert costs["offline"]["acme/x"] > 0, "SGLang gives beams sampling parameters of their own"
 
 

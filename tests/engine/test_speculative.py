@@ -116,7 +116,9 @@ def test_the_same_tokens_as_without_drafts(
     controller = engine.scheduler.cosched
     mixes = algorithm == "EAGLE"
     if mixes:
-        controller.use_policy(StoppingPolicy(controller.policy, PreemptMode.KEEP_KV, seed=3))
+        controller.planner.use_policy(
+            StoppingPolicy(controller.planner.policy, PreemptMode.KEEP_KV, seed=3)
+        )
     assert submit(engine, texts) == expected
     assert controller.table.tokens_per_decode > 1.3
     num_preemptions = sum(reply.num_retractions for reply in engine.replies.values())

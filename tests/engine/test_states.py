@@ -133,8 +133,8 @@ def test_the_same_tokens_as_stock(make_hybrid, stock, policy, strategy):
     assert len({tuple(ids) for ids in expected.values()}) > NUM_REQUESTS / 2
     engine = make_hybrid(policy=policy, **SMALL, **strategy)
     scheduler, controller = engine.scheduler, engine.scheduler.cosched
-    stopping = StoppingPolicy(controller.policy, PreemptMode.KEEP_KV, seed=3)
-    controller.use_policy(stopping)
+    stopping = StoppingPolicy(controller.planner.policy, PreemptMode.KEEP_KV, seed=3)
+    controller.planner.use_policy(stopping)
     step = controller.step
 
     def checked(*args, **options):
@@ -163,8 +163,8 @@ def test_arrivals_and_aborts_leak_no_slot(make_hybrid, strategy, kind):
         pytest.skip("SGLang has no extra_buffer for them")
     flags = {"kind": kind, "max_total_tokens": 1200, **strategy}
     engine = without_model(make_hybrid(policy="cosched", **flags))
-    policy = StoppingPolicy(engine.scheduler.cosched.policy, PreemptMode.KEEP_KV, seed=1)
-    engine.scheduler.cosched.use_policy(policy)
+    policy = StoppingPolicy(engine.scheduler.cosched.planner.policy, PreemptMode.KEEP_KV, seed=1)
+    engine.scheduler.cosched.planner.use_policy(policy)
     random_traffic(engine, 1, most_tokens=150)
     assert policy.stopped and held_slots(engine.scheduler) == 0
 
@@ -233,7 +233,7 @@ def test_what_is_kept_is_found_again(make_hybrid, monkeypatch, strategy):
     original_put_back, original_admitted = controller._put_back, controller.admitted
     monkeypatch.setattr(controller, "_put_back", put_back)
     monkeypatch.setattr(controller, "admitted", admitted)
-    controller.use_policy(Watched(controller.policy, PreemptMode.KEEP_KV, seed=3))
+    controller.planner.use_policy(Watched(controller.planner.policy, PreemptMode.KEEP_KV, seed=3))
     submit(engine, prompts(16))
     assert len(shares) > 5 and any(matched.values())
     if strategy is NO_BUFFER:
@@ -300,7 +300,9 @@ def test_the_same_tokens_with_drafts(make_hybrid, stock, monkeypatch, strategy):
     drafts = {"speculative_algorithm": "NEXTN", **CHAIN}
     engine = make_hybrid(policy="cosched", **SMALL, **strategy, **drafts)
     controller = engine.scheduler.cosched
-    controller.use_policy(StoppingPolicy(controller.policy, PreemptMode.KEEP_KV, seed=3))
+    controller.planner.use_policy(
+        StoppingPolicy(controller.planner.policy, PreemptMode.KEEP_KV, seed=3)
+    )
     assert submit(engine, texts) == expected
     assert controller.table.tokens_per_decode > 1.3
     assert controller.counters.num_preemptions > 5

@@ -117,7 +117,9 @@ def test_the_same_tokens_as_stock(make, model, policy, page_size):
     expected = submit(make(model, policy="sglang", mixed=False), texts)
     engine = make(model, policy=policy, page_size=page_size, **TIGHT)
     controller = engine.scheduler.cosched
-    controller.use_policy(StoppingPolicy(controller.policy, PreemptMode.KEEP_KV, seed=3))
+    controller.planner.use_policy(
+        StoppingPolicy(controller.planner.policy, PreemptMode.KEEP_KV, seed=3)
+    )
     assert submit(engine, texts) == expected
     counters = controller.counters
     assert counters.num_preemptions > NUM_REQUESTS
@@ -275,7 +277,9 @@ def test_the_same_tokens_with_drafts(make, monkeypatch, tmp_path, model, algorit
     mixes = engine.scheduler.is_mixed_chunk
     assert mixes == (algorithm == "EAGLE")
     if mixes:
-        controller.use_policy(StoppingPolicy(controller.policy, PreemptMode.KEEP_KV, seed=3))
+        controller.planner.use_policy(
+            StoppingPolicy(controller.planner.policy, PreemptMode.KEEP_KV, seed=3)
+        )
     assert submit(engine, texts) == expected
     assert controller.table.tokens_per_decode > 1.3
     counters = controller.counters
@@ -291,7 +295,9 @@ def test_host_memory_holds_windows_too(make):
     host = ("--enable-hierarchical-cache",)
     engine = make(WINDOWS, policy="cosched", page_size=16, switches=host, **small)
     controller = engine.scheduler.cosched
-    controller.use_policy(StoppingPolicy(controller.policy, PreemptMode.KEEP_KV, seed=3))
+    controller.planner.use_policy(
+        StoppingPolicy(controller.planner.policy, PreemptMode.KEEP_KV, seed=3)
+    )
     assert submit(engine, texts) == expected
     assert controller.counters.num_engine_refusals == controller.counters.num_safe_plans == 0
 
@@ -305,7 +311,7 @@ def test_kv_is_evicted_by_value(make, seed, page_size):
     small = {"max_total_tokens": 1000, "swa_full_tokens_ratio": 0.4, "max_running_requests": 6}
     engine = without_model(make(WINDOWS, policy="cosched", page_size=page_size, **small))
     controller = engine.scheduler.cosched
-    policy = StoppingPolicy(controller.policy, PreemptMode.KEEP_KV, seed=seed)
-    controller.use_policy(policy)
+    policy = StoppingPolicy(controller.planner.policy, PreemptMode.KEEP_KV, seed=seed)
+    controller.planner.use_policy(policy)
     random_traffic(engine, seed, most_tokens=150)
     assert policy.stopped and controller.kv.core.evicted["all"] > 2000

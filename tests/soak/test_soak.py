@@ -86,7 +86,7 @@ def test_a_request_that_gets_nothing_is_found(monkeypatch):
 
     def never_offline(engine):
         made(engine)
-        policy = engine.controller.policy
+        policy = engine.controller.planner.policy
 
         class OnlineOnly:
             initial = None
@@ -97,7 +97,7 @@ def test_a_request_that_gets_nothing_is_found(monkeypatch):
                 kept = {rid: n for rid, n in plan.prefill.items() if rid not in offline}
                 return msgspec.structs.replace(plan, prefill=kept), None
 
-        engine.controller.policy = OnlineOnly()
+        engine.controller.planner.policy = OnlineOnly()
 
     monkeypatch.setattr(engine_module.SoakEngine, "_take_over", never_offline)
     outcome = run(replace(SHORT, policy="sarathi"), num_compared=0)

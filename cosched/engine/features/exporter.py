@@ -20,9 +20,9 @@ from cosched.core.view import View
 from cosched.engine import port
 from cosched.engine.controller import Controller
 from cosched.engine.feature import Feature
+from cosched.engine.features.class_counters import TARGETS, ClassCounters
 from cosched.engine.iteration import Iteration
 from cosched.engine.read_state import state_of
-from cosched.engine.service import TARGETS
 from cosched.engine.state import ReplicaState
 from cosched.predict.account import key_of
 
@@ -199,7 +199,7 @@ METRICS = tuple(row.metric for row in _TABLE)
 
 class MetricsExporter(Feature):
     """Counts as things happen, and shows the state once in `REFRESH_S` and when the scheduler
-    becomes idle. Implements `cosched.engine.service.ServiceListener`."""
+    becomes idle. Implements `cosched.engine.features.class_counters.ServiceListener`."""
 
     place = "metrics"
 
@@ -209,7 +209,7 @@ class MetricsExporter(Feature):
         if labels is None or port.parallel().stage != 0:
             return None
         exporter = cls(partial(state_of, controller), labels)
-        controller.service.listener = exporter
+        controller.features[ClassCounters].listener = exporter
         return exporter
 
     def __init__(

@@ -12,9 +12,10 @@ import msgspec
 from cosched.core.batch import BatchTotals
 from cosched.core.caps import EngineCaps
 from cosched.core.request import RequestClass
-from cosched.core.view import ToleranceHeadroom, TpotHeadroom
+from cosched.core.view import ToleranceHeadroom, TpotHeadroom, View
 from cosched.engine import port
 from cosched.engine.feature import Feature
+from cosched.engine.features import plan_timing
 from cosched.engine.tracked import TrackedRequest, num_cached
 from cosched.predict.calibration import Calibrator
 from cosched.predict.isolated import MOST_FOLLOWED, IsolatedBaseline
@@ -65,7 +66,7 @@ class IsolatedWatch(Feature):
     @classmethod
     def of(cls, controller: Any) -> IsolatedWatch | None:
         caps, config, scheduler = controller.caps, controller.config, controller.scheduler
-        if controller.timekeeper is None or not controller.is_timed:
+        if controller.planner is None or not controller.is_timed:
             return None
         if config.tolerance is None and not _has_baseline(caps):
             return None
@@ -74,7 +75,7 @@ class IsolatedWatch(Feature):
             config.tolerance or ToleranceConfig(),
             caps=caps,
             overlaps=overlaps,
-            plans_ahead=overlaps and controller.last_moment is None,
+            plans_ahead=overlaps and not plan_timing.waits(controller),
             predictor=controller.predictor,
             num_cached=partial(num_cached, scheduler.tree_cache),
         )
@@ -145,11 +146,11 @@ class IsolatedWatch(Feature):
         self._achieved[tracked.rid] = first_s - tracked.arrival_s, tpot_s
         self._baseline.ended(tracked.rid, num_output)
 
-    def on_look(self, now_s: float) -> None:
+    def on_look(self, view: View) -> None:
         """A promise is kept by the plan that is due; else plans do not wait for this."""
-        self._now_s = now_s
+        self._now_s = view.now_s
         if self.promises:
-            self.advance(now_s)
+            self.advance(view.now_s)
 
     def on_report(self, *, is_idle: bool) -> None:
         if not self.promises:

@@ -79,7 +79,7 @@ def measure_rounds(
         raise ConfigError("this engine cannot leave out running requests: it cannot be measured")
     script = _Script(on_iteration)
     controller.observer.add_listener(script.on_result)
-    own_policy = controller.use_policy(script)
+    own_policy = controller.planner.use_policy(script)
     prompts = _Prompts(engine.scheduler.model_config.vocab_size, seed)
     points: list[MeasuredPoint] = []
     num_discarded = num_not_run = 0
@@ -96,7 +96,7 @@ def measure_rounds(
                     middle = sorted(results, key=lambda r: r.seconds)[len(results) // 2]
                     points.append(MeasuredPoint(batch=middle.shape, seconds=middle.seconds))
     finally:
-        controller.use_policy(own_policy)
+        controller.planner.use_policy(own_policy)
         controller.observer.remove_listener(script.on_result)
     return Measured(points=tuple(points), num_discarded=num_discarded, num_not_run=num_not_run)
 

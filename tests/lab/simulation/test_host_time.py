@@ -107,7 +107,7 @@ def test_measured_host_time_is_that_of_plans_and_not_of_the_simulation(monkeypat
 
 def test_the_lead_of_a_wait_for_the_last_moment_follows_the_host_time(costs, monkeypatch, tmp_path):
     """Its length is learned from launches for which the device had to wait."""
-    monkeypatch.setattr("cosched.engine.last_moment._FIRST_LEAD_S", 0.004)
+    monkeypatch.setattr("cosched.engine.features.plan_timing._FIRST_LEAD_S", 0.004)
     leads_s = []
     for seconds in (0.001, 0.006):
         costs(seconds, 0.0005)
@@ -133,7 +133,7 @@ def test_a_launch_before_the_first_kernel_is_hidden_after_a_wait_for_the_last_mo
     monkeypatch, tmp_path
 ):
     """The device must not run dry between the launch and its first kernel."""
-    monkeypatch.setattr("cosched.engine.last_moment._FIRST_LEAD_S", 0.004)
+    monkeypatch.setattr("cosched.engine.features.plan_timing._FIRST_LEAD_S", 0.004)
     monkeypatch.setattr("cosched.lab.simulation.run.cost_model_of", lambda _: Constant(0.008))
     host = Model(launch=Terms(each=0.0015), result=Terms())
     monkeypatch.setattr(run_module, "host_time", lambda *_: host)

@@ -6,11 +6,11 @@ requests, the reuse learned from past requests, and the costs of the predictor.
 
 from __future__ import annotations
 
-import itertools
+import logging
 import math
 import os
 from array import array
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,14 +20,18 @@ from sglang.srt.mem_cache.unified_cache.tree_core_registry import register_tree_
 from sglang.srt.runtime_context import get_memory
 
 from cosched.core.estimates import Predictor
+from cosched.core.plan import PreemptMode
 from cosched.core.request import RequestClass
 from cosched.engine import port
+from cosched.engine.feature import Feature
 from cosched.engine.host_core import HostedTreeCore
 from cosched.engine.kv_readers import KvReaders
 from cosched.engine.port import bidirectional
 from cosched.engine.running import own_tokens
+from cosched.engine.support import chooses_evictions
 from cosched.engine.tracked import TrackedRequest
-from cosched.engine.tree_core import KvTreeCore
+from cosched.engine.tree_core import KvTreeCore, can_watch
+from cosched.engine.waiting import WaitingQueue
 from cosched.memory.config import KvConfig
 from cosched.memory.demand import OnlineDemand
 from cosched.memory.eviction import ORDERS, CopyOrder, Eviction, LeastRecentlyUsed, Leaves
@@ -35,21 +39,16 @@ from cosched.memory.node import KvNode, Visit
 from cosched.memory.occupancy import HostOccupancy, KvOccupancy, UseCount, dealt
 from cosched.memory.reuse import ReuseModel, block_hashes
 from cosched.memory.value import KvValue, RecomputeCosts
-from cosched.pool.pool import OfflinePool
 from cosched.pool.radix import Shared, pack
 from cosched.pool.tenants import TenantPool
+
+logger = logging.getLogger(__name__)
 
 _LEARN_PERIOD_S = 1.0  # between two samples of the demand and of the turnover
 _TURNOVER_SHARE = 0.1  # of the newest sample in the moving average of evicted tokens
 _PLANS_PER_REFRESH = 8  # costs are learned again every 8 plans, ...
 _REFRESHED_DEPTHS = 8  # ... at 8 depths of a prompt
 _MAX_RESERVED = 0.75  # of the memory beyond the present online demand, reserved for its growth
-_CHUNKS_AHEAD = 2  # iterations whose tokens are copied to host memory before their place is needed
-_MAX_AHEAD = 0.25  # of the device's memory that is copied ahead
-_MAX_RESTORING = 4  # waiting online requests whose KV in host memory is looked up
-_MIN_LOAD_S = 0.01  # a shorter load is done by the iteration that needs it
-_MAX_WAIT = 20  # plans for which a request waits for the copies of what it replaces
-_MIN_LEFT = 0.05  # of the device's memory that loading ahead leaves to running requests
 
 
 def transfer_s_of(scheduler: Any, bandwidth_gb_s: float) -> float:
@@ -85,18 +84,6 @@ def with_tree_core() -> Iterator[None]:
             variable.set(before)
 
 
-class _Loading(NamedTuple):
-    """KV of a waiting request is being loaded from host memory, up to this node."""
-
-    node_id: int
-
-
-class _MakingRoom(NamedTuple):
-    """KV that the load replaces is being copied to host memory, for this number of plans."""
-
-    num_plans: int
-
-
 class _Turnover:
     """How fast a memory is evicted: a moving average."""
 
@@ -115,25 +102,59 @@ class _Turnover:
         return max(num_tokens / self._per_s, 1.0) if self._per_s > 0 else math.inf
 
 
-class KvManager:
-    """One per scheduler whose tree can be watched. Makes the tree ask it what to evict next."""
+class _Visitor(NamedTuple):
+    """An online request, as the reuse of its session has it (`ReuseModel.arrived`)."""
+
+    hashes: Sequence[int]
+    turn: int
+
+
+_NEW = _Visitor((), 1)
+
+
+class KvManager(Feature):
+    """Makes the tree of a scheduler ask it what to evict next. On a rank that does not plan it only
+    follows: the first rank says what is evicted (`give`)."""
+
+    place = "kv"
+
+    @classmethod
+    def of(cls, controller: Any) -> KvManager | None:
+        config, scheduler = controller.config, controller.scheduler
+        if not chooses_evictions(scheduler.server_args, config):
+            return None  # `describe` says so
+        if not can_watch(scheduler):
+            logger.warning(
+                "cosched: SGLang's order evicts KV: cosched does not know the radix tree %s",
+                type(scheduler.tree_cache).__name__,
+            )
+            return None
+        return cls(
+            scheduler,
+            config.named_kv(),
+            waiting=controller.waiting,
+            predictor=controller.predictor,
+            ttft_s=config.slo.targets().ttft_s,
+        )
 
     def __init__(
         self,
         scheduler: Any,
         config: KvConfig,
         *,
-        pool: Callable[[], OfflinePool[TrackedRequest]],
-        online: Iterable[TrackedRequest],
+        waiting: WaitingQueue,
+        predictor: Predictor,
         ttft_s: float | None,
     ) -> None:
-        """pool: the present pool of offline requests; online: waiting online requests, oldest
-        first; ttft_s: target of online requests that name none."""
+        """ttft_s: target of online requests that name none."""
         self._scheduler = scheduler
-        self._pool = pool
-        self._online = online
+        self._waiting = waiting
+        self._predictor = predictor
         self._ttft_s = ttft_s
         self.config = config
+        self.plans = port.parallel().plans
+        self._visitors: dict[str, _Visitor] = {}
+        """Online requests under way, by rid."""
         self.reuse = ReuseModel(half_life_s=config.half_life_s, horizon_s=config.horizon_s)
         self.costs = RecomputeCosts()
         value = KvValue(self.reuse, self.costs, late_weight=config.late_weight)
@@ -152,19 +173,9 @@ class KvManager:
             assert isinstance(self.core, HostedTreeCore)
             self.core.use_host(self.copies, partial(port.host_free, scheduler))
         self.core.watch(scheduler.tree_cache, self.leaves, self.readers, is_given=self._is_ranked)
-        self._num_ahead = min(
-            _CHUNKS_AHEAD * (scheduler.chunked_prefill_size or scheduler.max_prefill_tokens),
-            int(_MAX_AHEAD * port.kv_total(scheduler)),
-        )
         self._uses = UseCount(self.core, value)
         self.demand = OnlineDemand(window_s=config.window_s, deviations=config.deviations)
-        self._used_before = 0
-        """Tokens evicted since the start, less the free ones, at the latest `_write_ahead`."""
         self._gone: list[TrackedRequest] = []
-        self._not_on_host: set[TrackedRequest] = set()
-        """Waiting requests that have nothing in host memory that is worth loading ahead."""
-        self._restoring: dict[TrackedRequest, _Loading | _MakingRoom] = {}
-        """Waiting requests whose KV is on its way from host memory."""
         self._num_plans = 0
         self._learnt_s = -math.inf
         self._device_turnover = _Turnover()
@@ -172,43 +183,54 @@ class KvManager:
 
     # --- Requests come and go ---
 
-    def arrived(self, tracked: TrackedRequest, now_s: float) -> None:
-        """A new request waits."""
-        if tracked.request_class is RequestClass.ONLINE:
-            tracked.kv_hashes = block_hashes(tracked.req.origin_input_ids)
-            tracked.kv_turn = self.reuse.arrived(tracked.kv_hashes, now_s)
+    def on_arrival(self, request: TrackedRequest) -> None:
+        if self.plans and request.request_class is RequestClass.ONLINE:
+            hashes = block_hashes(request.req.origin_input_ids)
+            turn = self.reuse.arrived(hashes, self._waiting.clock.now_s())
+            self._visitors[request.rid] = _Visitor(hashes, turn)
 
-    def online_waits(self, tracked: TrackedRequest) -> None:
-        """An online request waits: it is new, or was preempted."""
-        if self.may_have(tracked):
-            self.readers.expect(tracked, self.core.root_node, self._key(tracked))
+    def on_queued(self, request: TrackedRequest) -> None:
+        if self.plans and request.request_class is RequestClass.OFFLINE:
+            self._refer(request, 1)
+        elif self.plans and self.may_have(request):
+            self.readers.expect(request, self.core.root_node, self._key(request))
 
-    def online_waits_no_more(self, tracked: TrackedRequest) -> None:
-        """It is admitted, or has ended."""
-        self.readers.no_longer_expect(tracked)
+    def on_unqueued(self, request: TrackedRequest) -> None:
+        if self.plans and request.request_class is RequestClass.OFFLINE:
+            self._refer(request, -1)
+        elif self.plans:
+            self.readers.no_longer_expect(request)
 
-    def waits(self, tracked: TrackedRequest, *, by: int) -> None:
+    def _refer(self, request: TrackedRequest, by: int) -> None:
         """An offline request waits (1), or waits no longer (-1)."""
-        if isinstance(self._pool(), TenantPool) and self.may_have(tracked):
-            self.readers.refer(self.core.root_node, self._key(tracked), by)
+        if isinstance(self._waiting.offline, TenantPool) and self.may_have(request):
+            self.readers.refer(self.core.root_node, self._key(request), by)
 
-    def ended(self, tracked: TrackedRequest) -> None:
-        """A request has ended; its memory is released before the next plan."""
-        if tracked.request_class is RequestClass.ONLINE:
-            self._gone.append(tracked)
+    def on_finished(self, request: TrackedRequest) -> None:
+        """Its memory is released before the next plan."""
+        if request.request_class is RequestClass.ONLINE:
+            self._gone.append(request)
+
+    def on_aborted(self, request: TrackedRequest) -> None:
+        self._visitors.pop(request.rid, None)
+
+    def on_preempted(self, request: TrackedRequest, mode: PreemptMode, **_: Any) -> None:
+        """What it has left in the tree begins to be copied to host memory."""
+        if mode is PreemptMode.CHECKPOINT and isinstance(self.core, HostedTreeCore):
+            self.core.write(request.req.last_node)
 
     def path_of(self, tracked: TrackedRequest) -> Iterator[KvNode]:
         """What an admitted request uses of the tree, from its end upwards."""
         node = self.core.nodes.get(port.last_node(tracked.req))
         return iter(()) if node is None else node.upwards()
 
-    def forget_waiting(self) -> None:
-        """The pool no longer reports which requests wait."""
+    def on_pool_failed(self) -> None:
+        """The queue that takes its place knows of no prefixes."""
         for node in self.core.nodes.values():
             node.passing, node.stops = 0, {}
 
     def _future(self, ids: array[int], namespace: Hashable) -> Sequence[Shared]:
-        pool = self._pool()
+        pool = self._waiting.offline
         return pool.future_references(pack(ids), namespace) if isinstance(pool, TenantPool) else ()
 
     def _key(self, tracked: TrackedRequest) -> Any:
@@ -216,11 +238,9 @@ class KvManager:
 
     # --- Between two plans ---
 
-    def advance(
-        self, now_s: float, predictor: Predictor, *, own: Callable[[], Mapping[RequestClass, int]]
-    ) -> None:
-        """Update everything before a plan is made. own: KV tokens that requests under way hold
-        outside the tree."""
+    def on_look(self, view: Any) -> None:
+        """view: a `cosched.engine.view_of.SchedulerView`."""
+        now_s, predictor = view.now_s, self._predictor
         for tracked in self._gone:
             self._leave(tracked, now_s)
         self._gone.clear()
@@ -230,7 +250,7 @@ class KvManager:
         self._num_plans += 1
         if not self._num_plans % _PLANS_PER_REFRESH:  # in small steps: no plan takes long
             self.costs.refresh(predictor, num_steps=_REFRESHED_DEPTHS)
-        host_s = self._host_turnover.seconds(self._num_on_host)
+        host_s = self._host_turnover.seconds(self.num_copied)
         self.reuse.refresh(
             now_s,
             discount_s=self._device_turnover.seconds(self.core.num_evictable),
@@ -238,74 +258,14 @@ class KvManager:
             num_kinds=1,
         )
         if now_s - self._learnt_s >= _LEARN_PERIOD_S:
-            self._learn(now_s, own()[RequestClass.ONLINE])
+            self._learn(now_s, view.own()[RequestClass.ONLINE])
         self.leaves.advance(now_s)
         if self.copies is not None and not self._is_ranked:
-            assert isinstance(self.core, HostedTreeCore)
             self.copies.advance(now_s)
-            self._restore_ahead(self.core)
-            self._write_ahead(self.core)
 
     def use_transfer(self, transfer_s: float) -> None:
         """Set the time to copy a token from or to host memory [s]."""
         self.leaves.value.transfer_s = transfer_s
-
-    def is_restoring(self, tracked: TrackedRequest) -> bool:
-        """Whether its KV is on its way from host memory. It is admitted after that."""
-        return tracked in self._restoring
-
-    def _restore_ahead(self, core: HostedTreeCore) -> None:
-        """Begin to load what the oldest online requests have in host memory, if an iteration would
-        wait for it."""
-        before, self._restoring = self._restoring, {}
-        for tracked, state in before.items():
-            if isinstance(state, _Loading) and core.is_restoring(state.node_id):
-                self._restoring[tracked] = state
-        if not self._num_on_host:
-            return
-        oldest = list(itertools.islice(self._online, _MAX_RESTORING))
-        self._not_on_host.intersection_update(oldest)
-        for tracked in oldest:
-            if tracked not in self._restoring and tracked not in self._not_on_host:
-                step = self._restore(core, tracked, before.get(tracked))
-                if step is not None:
-                    self._restoring[tracked] = step
-
-    def _restore(
-        self, core: HostedTreeCore, tracked: TrackedRequest, before: _Loading | _MakingRoom | None
-    ) -> _Loading | _MakingRoom | None:
-        """One step of a load; None: there is nothing to wait for."""
-        scheduler = self._scheduler
-        found = port.peek(scheduler.tree_cache, tracked.req)
-        num_host = self.num_on_host(tracked, found.node, found.num_tokens)
-        if num_host * self.leaves.value.transfer_s < _MIN_LOAD_S:
-            self._not_on_host.add(tracked)
-            return None
-        need = num_host + len(port.token_ids(tracked.req)) - found.num_tokens
-        free = port.kv_free(scheduler)
-        headroom = free + self.core.num_evictable + core.num_writing
-        if need > headroom - _MIN_LEFT * port.kv_total(scheduler):
-            return None
-        num_plans = before.num_plans + 1 if isinstance(before, _MakingRoom) else 0
-        if num_plans < _MAX_WAIT and not core.make_room(num_host - free):
-            return _MakingRoom(num_plans)
-        node_id = core.restore(tracked.req)
-        return None if node_id is None else _Loading(node_id)
-
-    def _write_ahead(self, core: HostedTreeCore) -> None:
-        """Copy what is evicted next, each time that an eighth of what was copied is used up."""
-        free = port.kv_free(self._scheduler)
-        missing = self._num_ahead - free
-        used = core.evicted["all"] - free
-        if missing > 0 and abs(used - self._used_before) >= self._num_ahead // 8:
-            self._used_before = used
-            core.write_ahead(missing - core.num_writing)
-
-    def checkpoint(self, tracked: TrackedRequest) -> None:
-        """A preempted request has released its memory: begin to copy to host memory what it has
-        left in the tree."""
-        if isinstance(self.core, HostedTreeCore):
-            self.core.write(tracked.req.last_node)
 
     def may_have(self, tracked: TrackedRequest) -> bool:
         """False if no KV of a waiting request is in the tree, on the device or on the host. O(1),
@@ -323,14 +283,14 @@ class KvManager:
     def _leave(self, tracked: TrackedRequest, now_s: float) -> None:
         num_tokens = tracked.num_prompt_tokens + tracked.num_output_tokens
         ttft_s = tracked.slo.ttft_s or self._ttft_s
+        visitor = self._visitors.pop(tracked.rid, _NEW)
         kind = self.reuse.ended(
-            tracked.kv_hashes,
-            turn=tracked.kv_turn,
+            visitor.hashes,
+            turn=visitor.turn,
             num_tokens=num_tokens,
             num_needed=round(num_tokens * self.leaves.value.lateness(num_tokens, ttft_s)),
             now_s=now_s,
         )
-        tracked.kv_hashes = ()
         visit = Visit(kind, now_s, num_tokens, ttft_s)
         self.core.left(tracked.req.last_node, visit)
 
@@ -355,7 +315,7 @@ class KvManager:
         return held + round(expected)
 
     @property
-    def _num_on_host(self) -> int:
+    def num_copied(self) -> int:
         """Tokens of all copies in host memory."""
         return port.host_total(self._scheduler) - port.host_free(self._scheduler)
 
@@ -366,7 +326,7 @@ class KvManager:
             reqs[self._scheduler.chunked_req] = None
         return own_tokens([req.cosched for req in reqs])
 
-    def count_uses(self) -> None:
+    def on_report(self, *, is_idle: bool) -> None:
         """A step of what `occupancy` says."""
         self._uses.step(self.leaves.now_s)
 

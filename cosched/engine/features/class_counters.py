@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from cosched.core.request import LateReason, RequestClass, Slo
 from cosched.core.tiers import Tier
 from cosched.engine import port
 from cosched.engine.chat_load import ChatLoad
+from cosched.engine.feature import Feature
 from cosched.engine.history import bucket_of
 from cosched.engine.tracked import TrackedRequest
 
@@ -40,7 +41,7 @@ class ServiceListener(Protocol):
 
 @dataclass(slots=True)
 class TierService:
-    """Of the requests of one tier: attainment, times_s and histograms as in `ServiceRecord`."""
+    """Of the requests of one tier: attainment, times_s and histograms as in `ClassCounters`."""
 
     name: str
     attainment: dict[str, list[int]] = field(
@@ -54,13 +55,30 @@ class TierService:
     )
 
 
-class ServiceRecord:
+@dataclass(slots=True)
+class _Reply:
+    """num_tokens: that were counted; first_s: when the first of them was."""
+
+    num_tokens: int
+    first_s: float
+
+
+class ClassCounters(Feature):
     """Counts since the start. Requests that are aborted are in no other count but that of their
     tokens and, where they had one, of their first token."""
+
+    place = "service"
+
+    @classmethod
+    def of(cls, controller: Any) -> ClassCounters:
+        config = controller.config
+        return cls(slo=config.slo.targets(), tiers=config.online_tiers())
 
     def __init__(self, *, slo: Slo, tiers: Iterable[Tier] = ()) -> None:
         """slo: targets of online requests that name none."""
         self._slo = slo
+        self._replies: dict[str, _Reply] = {}
+        """Of requests with a token that have not ended, by rid."""
         self.tiers = [TierService(tier.name) for tier in tiers]
         self.listener: ServiceListener | None = None
         self.chat_load = ChatLoad()
@@ -86,38 +104,34 @@ class ServiceRecord:
         self.histograms: dict[str, Counter[int]] = {"ttft": Counter(), "tpot": Counter()}
         """Of online requests: time -> bucket (`bucket_of`) -> number of them"""
 
-    def judged_late(self, tracked: TrackedRequest, reason: LateReason) -> None:
-        """A plan says that the TTFT target of a request is out of reach. Only the first counts."""
-        if tracked.late is None:
-            tracked.late = reason
-            self.late[reason][0] += 1
+    def on_late(self, request: Any, reason: LateReason) -> None:
+        self.late[reason][0] += 1
 
-    def on_result(self, requests: Sequence[TrackedRequest], now_s: float) -> None:
-        """The tokens of an iteration are known, of these requests."""
+    def on_aborted(self, request: Any) -> None:
+        self._replies.pop(request.rid, None)
+
+    def on_tokens(self, requests: Sequence[TrackedRequest], now_s: float) -> None:
         for tracked in requests:
-            if tracked.is_reported:
-                continue
             req = tracked.req
             if port.is_before_samples(req):
                 continue
-            num_tokens = port.num_output(req)
-            num_new = num_tokens - tracked.num_reported_tokens
-            if num_new > 0:
-                if not tracked.num_reported_tokens:
-                    self._first_token(tracked, now_s)
-                tracked.num_reported_tokens = num_tokens
-                self.output_tokens[tracked.request_class] += num_new
+            num_tokens, reply = port.num_output(req), self._replies.get(tracked.rid)
+            if num_tokens and reply is None:
+                self._replies[tracked.rid] = reply = _Reply(0, now_s)
+                self._first_token(tracked, now_s)
+            if reply is not None and num_tokens > reply.num_tokens:
+                self.output_tokens[tracked.request_class] += num_tokens - reply.num_tokens
+                reply.num_tokens = num_tokens
             if req.finished_reason is not None:
-                tracked.is_reported = True
+                self._replies.pop(tracked.rid, None)
                 if port.is_aborted(req):
                     self.aborted[tracked.request_class] += 1
                     if port.is_cancelled(req):
                         self.cancelled[tracked.request_class] += 1
                 else:
-                    self._finished(tracked, now_s)
+                    self._finished(tracked, reply or _Reply(0, now_s), now_s)
 
     def _first_token(self, tracked: TrackedRequest, now_s: float) -> None:
-        tracked.first_reported_s = now_s
         ttft_s = now_s - tracked.arrival_s
         self._add_time(tracked, "ttft", ttft_s)
         if self.listener is not None:
@@ -129,9 +143,8 @@ class ServiceRecord:
             if most_s is not None and ttft_s > most_s:
                 self._add_time(tracked, "missed_ttft", ttft_s)
 
-    def _finished(self, tracked: TrackedRequest, now_s: float) -> None:
-        num_gaps = tracked.num_reported_tokens - 1
-        first_s = tracked.first_reported_s
+    def _finished(self, tracked: TrackedRequest, reply: _Reply, now_s: float) -> None:
+        num_gaps, first_s = reply.num_tokens - 1, reply.first_s
         tpot_s = None if num_gaps < 1 else (now_s - first_s) / num_gaps
         if tpot_s is not None:
             self._add_time(tracked, "tpot", tpot_s)
@@ -141,8 +154,8 @@ class ServiceRecord:
         slo = tracked.slo
         if tracked.request_class is RequestClass.OFFLINE:
             self._judge(tracked, "deadline", e2e_s, slo.deadline_s)
-        elif tracked.num_reported_tokens:
-            self.chat_load.ended(tracked)
+        elif reply.num_tokens:
+            self.chat_load.ended(tracked, reply.num_tokens)
             most_ttft_s = _target(slo.ttft_s, self._slo.ttft_s)
             most_tpot_s = _target(slo.tpot_s, self._slo.tpot_s)
             # As docs/metrics.md has it: a reply of one token meets any TPOT.

@@ -9,14 +9,16 @@ long before the iteration ends, the wait is half an iteration and that part.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
-from cosched.core.batch import BatchShape
+from cosched.core.batch import BatchShape, BatchTotals
 from cosched.engine import port
 from cosched.engine.clock import EngineClock
+from cosched.engine.feature import Feature
+from cosched.engine.iteration import Iteration
 from cosched.engine.observe import IterationObserver
+from cosched.policies import policy_entry
 
 _FIRST_LEAD_S = 0.02
 """Before anything was measured."""
@@ -37,12 +39,8 @@ _HOST_PART = 0.5
 """A launch is late because of the host if planning and launching took at least this part of the
 lead. So the lead is at most twice their time: wrong predictions alone do not raise it."""
 
-_MOST_ON_ITS_WAY_S = 10.0
-"""Longest time between the HTTP server and the scheduler, tokenization included. A time further
-back is that of another machine's clock."""
 
-
-class LastMoment:
+class PlanTiming(Feature):
     """Waits before requests are received, until `lead_s` before the device is done.
 
     lead_s     time to plan, build and launch a batch, and small errors of the predicted end of an
@@ -55,6 +53,22 @@ class LastMoment:
     num_waits  launches that came after a wait
     num_dry    of these, the device had to wait
     """
+
+    place = "timing"
+
+    @classmethod
+    def of(cls, controller: Any) -> PlanTiming | None:
+        if not waits(controller):
+            return None
+        observer, predictor = controller.observer, controller.predictor
+        timing = cls(
+            observer=observer,
+            clock=observer.clock,
+            is_known=lambda shape: predictor.knows(BatchTotals.of(shape)),
+            meanwhile=controller.planner.timekeeper.learn,
+        )
+        observer.note_launched = timing.launched
+        return timing
 
     def __init__(
         self,
@@ -77,8 +91,8 @@ class LastMoment:
         self.num_waits = 0
         self.num_dry = 0
 
-    def wait(self) -> None:
-        """Return when it is time to look for requests."""
+    def on_receive(self) -> None:
+        """Returns when it is time to look for requests."""
         now_s = self._clock.now_s()
         left_s = self._observer.expected_end_s(now_s) - now_s
         wait_s = left_s - max(self.lead_s, self.share * left_s)
@@ -91,13 +105,13 @@ class LastMoment:
             if self._has_run_dry:
                 observer.ran_dry(just_now=True)
 
-    def launching(self) -> bool:
-        """A batch is about to be launched. Whether the device has nothing to do already, because of
-        the wait."""
-        is_late = self._has_waited and self._observer.has_run_dry()
-        if is_late and not self._has_run_dry:
+    def on_launched(self, iteration: Iteration, batch: Any | None) -> None:
+        """It comes late if the device has nothing to do already, because of the wait."""
+        if batch is None:
+            return
+        iteration.came_late = self._has_waited and self._observer.has_run_dry()
+        if iteration.came_late and not self._has_run_dry:
             self._observer.ran_dry(just_now=False)
-        return is_late
 
     def launched(self, *, is_dry: bool) -> bool:
         """The batch is launched. is_dry: the device had nothing to do before its first kernel.
@@ -122,25 +136,10 @@ class LastMoment:
         return is_late
 
 
-class Arrivals:
-    """When requests arrived. The scheduler receives requests between two iterations only, and a
-    client measures from when it sent its request. The server records that time. Where it does not
-    (`LocalEngine`, other machines), a request that arrived during an iteration is taken to have
-    arrived in its middle."""
-
-    def __init__(self, observer: IterationObserver) -> None:
-        self._observer = observer
-        self._looked_s = math.inf
-
-    def looked(self, now_s: float) -> None:
-        """The scheduler has received requests, and plans or is idle."""
-        self._looked_s = now_s
-
-    def came_s(self, req: Any, seen_s: float) -> float:
-        """When a request arrived that is received now: the server's time, or the middle of the time
-        since requests were last received, if an iteration has ended since then."""
-        created_s = port.created_s(req)
-        if created_s and seen_s - _MOST_ON_ITS_WAY_S <= created_s <= seen_s:
-            return created_s
-        was_busy = self._looked_s < self._observer.last_done_s
-        return (self._looked_s + seen_s) / 2 if was_busy else seen_s
+def waits(controller: Any) -> bool:
+    """Whether plans are made at the last moment. A `cosched.engine.controller.Controller`."""
+    config, scheduler = controller.config, controller.scheduler
+    entry = policy_entry(config.policy)
+    if controller.planner is None or config.plan_early or entry.early or not entry.timed:
+        return False
+    return port.overlaps(scheduler) and port.waits_alone(scheduler)
