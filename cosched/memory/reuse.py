@@ -19,6 +19,7 @@ import math
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 BIN_EDGES_S: tuple[float, ...] = (0.0, *[0.5 * 2.0**i for i in range(14)])
@@ -252,8 +253,7 @@ def _chances(hazards: Sequence[float], discount_s: float) -> list[float]:
     """The discounted chance of a return for one at the begin of each bin."""
     value = 0.0
     values = []
-    for hazard, width_s in zip(reversed(hazards), reversed(_WIDTHS_S), strict=True):
-        half = math.exp(-width_s / 2 / discount_s)
+    for hazard, half in zip(reversed(hazards), _discounts(discount_s), strict=True):
         value = hazard * half + (1 - hazard) * half * half * value
         values.append(value)
     return values[::-1]
@@ -261,3 +261,9 @@ def _chances(hazards: Sequence[float], discount_s: float) -> list[float]:
 
 def _kind(turn: int, num_tokens: int) -> int:
     return (min(turn, _MOST_TURNS) - 1) * (len(_DEPTHS) + 1) + bisect_right(_DEPTHS, num_tokens)
+
+
+@lru_cache(maxsize=8)
+def _discounts(discount_s: float) -> Sequence[float]:
+    """Of half of each bin, the last one first."""
+    return [math.exp(-width_s / 2 / discount_s) for width_s in reversed(_WIDTHS_S)]

@@ -114,6 +114,10 @@ class Account:
         first; where that is unknown, they pay alike."""
         if not requests:
             return
+        if len(requests) == 1:
+            requests[0].device_s += seconds
+            requests[0].payer.pay(seconds)
+            return
         has_shape = shape.prefills or shape.decodes
         weights = _weights(shape, self._predict_s) if has_shape else np.ones(len(requests))
         if len(weights) != len(requests):  # beams: their further rows come last
