@@ -120,7 +120,8 @@ def _controller(
     if plans:
         settings = _settings_of(entry, config, caps)
         controller.planner = Planner(controller, entry.make(settings), _timekeeper_of(controller))
-    for feature in [kind.of(controller) for kind in all_features()]:
+    for kind in all_features():  # one may ask for those before it
+        feature = kind.of(controller)
         if feature is not None:
             controller.features.add(feature)
     if port.host_total(scheduler):

@@ -11,6 +11,7 @@ import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.engine.feature import Feature
 from cosched.engine.features.class_counters import ClassCounters
 from cosched.engine.features.device_cost import DeviceCost
+from cosched.engine.figures import FIGURES, values_at
 from cosched.engine.read_state import offline_progress, state_of
 from tests.crossed import crossed
 from tests.engine.conftest import assert_drained, prompt, use_stepping_clock, without_model
@@ -362,3 +363,15 @@ def test_no_plan_waits_for_metrics(make_engine, monkeypatch):
     engine.run_until_idle(max_iterations=200)
     assert done.count("show") >= 15
     assert {after for before, after in pairwise(done) if before == "plan"} == {"planned"}
+
+
+def test_each_figure_is_in_the_state(make_engine):
+    config = {"tiers": [{"name": "high", "priority": 1}, {"name": "low", "priority": 0}]}
+    state = state_of(make_engine(policy="cosched", config=config).scheduler.cosched).to_dict()
+    known = dict.fromkeys(("pool", "chat", "alone"))
+    for metric, paths, _ in FIGURES:
+        for path in paths.values():
+            part = path.partition(".")[0]
+            assert part in state
+            is_unknown = part in known or path.startswith(("kv.host", "failures"))
+            assert is_unknown or [*values_at(state, path)], metric.name

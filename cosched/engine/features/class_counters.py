@@ -7,7 +7,7 @@ known there. Tokenizing, detokenizing and HTTP come on top for the client.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -16,15 +16,9 @@ from cosched.core.tiers import Tier
 from cosched.engine import port
 from cosched.engine.chat_load import ChatLoad
 from cosched.engine.feature import Feature
+from cosched.engine.figures import TARGETS
 from cosched.engine.history import bucket_of
 from cosched.engine.tracked import TrackedRequest
-
-ALL_TARGETS = "all"
-TARGETS: Mapping[RequestClass, tuple[str, ...]] = {
-    RequestClass.ONLINE: ("ttft", "tpot", ALL_TARGETS),
-    RequestClass.OFFLINE: ("deadline",),
-}
-"""What can be met or missed. ``all``: TTFT and TPOT of the same request."""
 
 
 class ServiceListener(Protocol):
@@ -35,8 +29,6 @@ class ServiceListener(Protocol):
     def finished(self, request_class: RequestClass, e2e_s: float, tpot_s: float | None) -> None:
         """tpot_s: None for a reply of one token."""
         ...
-
-    def judged(self, request_class: RequestClass, target: str, is_met: bool) -> None: ...
 
 
 @dataclass(slots=True)
@@ -163,7 +155,7 @@ class ClassCounters(Feature):
             if most_ttft_s is not None and most_tpot_s is not None:
                 is_late = first_s - tracked.arrival_s > most_ttft_s
                 is_slow = (tpot_s or 0.0) > most_tpot_s
-                self._judge(tracked, ALL_TARGETS, float(is_late or is_slow), 0.0)
+                self._judge(tracked, "all", float(is_late or is_slow), 0.0)
 
     def _add_time(self, tracked: TrackedRequest, name: str, seconds: float) -> None:
         request_class = tracked.request_class
@@ -190,8 +182,6 @@ class ClassCounters(Feature):
         self.attainment[tracked.request_class, target][0 if is_met else 1] += 1
         if self.tiers and tracked.request_class is RequestClass.ONLINE:
             self.tiers[tracked.tier].attainment[target][0 if is_met else 1] += 1
-        if self.listener is not None:
-            self.listener.judged(tracked.request_class, target, is_met)
 
 
 def _target(own: float | None, servers: float | None) -> float | None:

@@ -12,6 +12,7 @@ import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.batch.prometheus import METRICS as OF_BATCHES
 from cosched.batch.prometheus import Kind
 from cosched.engine.features.exporter import METRICS
+from cosched.engine.figures import FIGURES
 from cosched.lab.metrics.iterations import KvShare
 from cosched.lab.metrics.slo import Attainment
 from cosched.lab.metrics.stats import Distribution
@@ -52,6 +53,24 @@ def test_the_table_of_prometheus_metrics_is_complete(section, metrics):
     assert documented == {
         metric.shown_name: (metric.labels, metric.kind is Kind.HISTOGRAM) for metric in metrics
     }
+
+
+def test_the_table_says_where_each_figure_is_in_the_state():
+    """`num_waiting_online`, `tiers.TIER.attainment.TARGET[0]`: as the paths have it."""
+    table = DOCS.read_text().split("## Of a running server\n", 1)[1].split("\n## ", 1)[0]
+    rows = re.findall(r"^\|[^|]*\| `(cosched:[^`{]+)[^|]*\|([^|]*)\|", table, re.M)
+    documented = {name: re.findall("`([^`]+)`", places) for name, places in rows}
+    for metric, paths, _ in FIGURES:
+        if not paths:
+            continue
+        matched = set()
+        for place in documented[metric.shown_name]:
+            pattern = re.sub(r"[A-Z]+", "[^.]+", re.sub(r"\[(\d)\]", r".\1", place))
+            # A dictionary is named as a whole where its keys are the label.
+            here = {path for path in paths.values() if re.fullmatch(rf"{pattern}(\.\*)?", path)}
+            assert here, place
+            matched |= here
+        assert matched == {*paths.values()}, metric.name
 
 
 def test_each_help_text_stands_alone():
