@@ -190,7 +190,7 @@ LARGE_CLASSES = {
         "cosched.engine.state.ReplicaState": 46,
     },
     "each feature of the engine keeps what it knows here, not in a place of its own": {
-        "cosched.engine.observe.IterationObserver": 20,
+        "cosched.engine.observe.IterationObserver": 18,
         "cosched.engine.tracked.TrackedRequest": 28,
         "cosched.engine.waiting.WaitingQueue": 16,
     },

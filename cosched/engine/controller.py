@@ -242,6 +242,7 @@ class Controller:
     def finished(self, iteration: Iteration | None, batch: Any) -> None:
         """The tokens of an iteration are known. iteration: None if its launch was not observed."""
         if iteration is not None:
+            self.counters.count_result(iteration)
             self.features.tell(Feature.on_result, iteration, batch)
         self.table.came(batch)
         self.on_result(iteration, batch.reqs)

@@ -72,8 +72,6 @@ class IterationObserver:
         """The latest batch of this rank had no requests, other ranks' batches had."""
         self._last_done_s = 0.0
         self.busy_s = 0.0
-        self.budget_s = 0.0
-        self.budget_used_s = 0.0
         """Time that the device has spent on iterations [s]."""
         self.num_iterations = 0
         """Iterations whose result is there."""
@@ -221,9 +219,6 @@ class IterationObserver:
             self._end(iteration, self.clock.now_s())
         self._charge(iteration)
         self.num_iterations += 1
-        if limits := iteration.plan.limits:
-            self.budget_s += max(limits.values())
-            self.budget_used_s += iteration.seconds
         for listener in self._listeners:
             with self.guard.watching("timing"):
                 listener(iteration)

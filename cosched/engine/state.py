@@ -29,6 +29,8 @@ class Counters:
 
     num_safe_plans  plans made by the safe rule, because the policy failed (`cosched.engine.guard`)
     planning_s      host time spent in views and policies [s]
+    budget_s        most time that plans gave their iterations, of those that were limited [s]
+    budget_used_s   measured time of the same [s]
     planning_times_s  of the latest plans
     """
 
@@ -41,6 +43,8 @@ class Counters:
     online_prefill_tokens: int = 0
     offline_prefill_tokens: int = 0
     recomputed_tokens: int = 0
+    budget_s: float = 0.0
+    budget_used_s: float = 0.0
     planning_times_s: deque[float] = field(default_factory=lambda: deque(maxlen=PLANNING_WINDOW))
     latest_plan: Plan = EMPTY_PLAN
 
@@ -50,6 +54,11 @@ class Counters:
         self.planning_s += planning_s
         self.planning_times_s.append(planning_s)
         self.latest_plan = iteration.plan
+
+    def count_result(self, iteration: Iteration) -> None:
+        if limits := iteration.plan.limits:
+            self.budget_s += max(limits.values())
+            self.budget_used_s += iteration.seconds
 
     def count_prefills(self, batch: Any) -> None:
         """A batch with prompt tokens was built."""
