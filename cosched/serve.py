@@ -90,7 +90,7 @@ def _serve(server_args: Any) -> None:
     from sglang.launch_server import run_server
     from sglang.srt.utils import kill_process_tree
 
-    from cosched.engine.shutdown import end_on_sigterm
+    from cosched.server.shutdown import end_on_sigterm
 
     _import_first_in_children()
     try:

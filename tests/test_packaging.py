@@ -30,7 +30,7 @@ LAYERS = (
     ("policies", "batch"),
     ("config",),
     ("engine",),
-    ("cpu",),
+    ("cpu", "server"),
     ("cosched_patches",),
     ("lab",),
 )
@@ -129,10 +129,8 @@ def goes_up(importer: str, module: str) -> bool:
 
 def may_import_sglang(importer: str) -> bool:
     unit = unit_of(importer)
-    is_allowed = (
-        unit in ("engine", "cpu", "cosched_patches") or importer == "cosched.lab.local_engine"
-    )
-    return is_allowed or rank_of(unit) >= COMMAND_PACKAGE
+    is_below = unit in ("engine", "cpu", "server", "cosched_patches")
+    return is_below or importer == "cosched.lab.local_engine" or rank_of(unit) >= COMMAND_PACKAGE
 
 
 UNDECIDED = ("time", "random", "secrets", "torch", "sglang")

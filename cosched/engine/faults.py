@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from http import HTTPStatus
@@ -27,10 +28,12 @@ from cosched.engine.guard import Guard
 from cosched.engine.port import recovery
 from cosched.engine.port.penalties import count_resumed
 from cosched.engine.port.request import answer_with_error, refuse
-from cosched.engine.shutdown import DRAIN_SIGNAL
 from cosched.engine.tracked import TrackedRequest
 
 _log = logging.getLogger("cosched")
+
+DRAIN_SIGNAL = signal.SIGUSR1
+"""To the server, from a scheduler whose memory is not consistent: it drains and ends."""
 
 _SPARE_FAILURES = 16
 """Failures, beyond those that halving needs, after which the whole failed batch is aborted."""

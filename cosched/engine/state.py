@@ -126,7 +126,7 @@ class ReplicaState(msgspec.Struct, kw_only=True, frozen=True):
                      average; above 1 with speculative decoding
     times_s          ``online_ttft`` and the like -> (sum [s], number of them) since the start
     histograms       ``ttft`` and ``tpot`` of online requests -> bucket
-                     (`cosched.engine.history.bucket_of`) -> number of them
+                     (`cosched.engine.latency_histogram.bucket_of`) -> number of them
     offline_work_s   predicted device time of finished offline requests in the best batch alone [s]
     skipped          why waiting requests were left out of the latest plan -> number
     pool             None: offline requests wait in the order of arrival

@@ -19,12 +19,20 @@ from fastapi.exceptions import RequestValidationError
 from sglang.srt.entrypoints.http_server import app, get_global_state
 
 from cosched.config import Config, load_config
-from cosched.engine.aborted_cost import note_released, tell_cost
-from cosched.engine.access import REDACTED, SECRET_ARGUMENTS, Access, Keys, hide_in_command
-from cosched.engine.admin import add_batches, add_routes
-from cosched.engine.checks import check_input, check_params, check_tokenized, scope_of
-from cosched.engine.connections import SilentConnections
-from cosched.engine.front import (
+from cosched.engine.port import pace_checks
+from cosched.engine.port.endpoints import check_route, limit_reply, served_name, without_effect
+from cosched.engine.startup import log_ready, wait_until_listening
+from cosched.engine.support import check_arguments
+from cosched.errors import ConfigError, LimitError, RequestError
+from cosched.limits import validation
+from cosched.limits.bodies import check_body, normalize
+from cosched.limits.origins import Origins
+from cosched.server.aborted_cost import note_released, tell_cost
+from cosched.server.access import REDACTED, SECRET_ARGUMENTS, Access, Keys, hide_in_command
+from cosched.server.admin import add_batches, add_routes
+from cosched.server.checks import check_input, check_params, check_tokenized, scope_of
+from cosched.server.connections import SilentConnections
+from cosched.server.front import (
     Front,
     ReplyMiddleware,
     is_offline,
@@ -32,19 +40,11 @@ from cosched.engine.front import (
     told_of_abort,
     was_aborted,
 )
-from cosched.engine.middleware import BodyLimit
-from cosched.engine.model_operations import is_about_to_read, unloading, use_model_lock
-from cosched.engine.owned_ids import with_owner, without_owner
-from cosched.engine.port import pace_checks
-from cosched.engine.port.endpoints import check_route, limit_reply, served_name, without_effect
-from cosched.engine.preparation import TICKET_KEY, PreparationGate, is_prepared
-from cosched.engine.shutdown import drain, signals_left_to_parent
-from cosched.engine.startup import log_ready, wait_until_listening
-from cosched.engine.support import check_arguments
-from cosched.errors import ConfigError, LimitError, RequestError
-from cosched.limits import validation
-from cosched.limits.bodies import check_body, normalize
-from cosched.limits.origins import Origins
+from cosched.server.middleware import BodyLimit
+from cosched.server.model_operations import is_about_to_read, unloading, use_model_lock
+from cosched.server.owned_ids import with_owner, without_owner
+from cosched.server.preparation import TICKET_KEY, PreparationGate, is_prepared
+from cosched.server.shutdown import drain, signals_left_to_parent
 from cosched_patches.seam import Seam, after, around, before
 
 logger = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ def prepare_app(server_args: Any, *_: Any, **__: Any) -> None:
     ``service_tier`` to replies, ``Retry-After`` to 429 and 503, answers bodies that are too large
     with 413, and new requests with 503 while the server ends. What endpoints raise over wrong
     values becomes 400; stock answers 500. Each route has a level, and answers show no secrets
-    (`cosched.engine.access`); stock's ``/server_info`` prints the admin key."""
+    (`cosched.server.access`); stock's ``/server_info`` prints the admin key."""
     config = load_config()
     too_large = partial(_refuse_with, status=413)
     app.add_middleware(BodyLimit, limit=cache(_max_body_bytes), answer=too_large)
@@ -330,7 +330,7 @@ def _own_session(obj: Any) -> None:
 
 
 async def open_session(original: Any, manager: Any, obj: Any, request: Any = None) -> Any:
-    """A session belongs to the API key that opened it (`cosched.engine.owned_ids`). In stock every
+    """A session belongs to the API key that opened it (`cosched.server.owned_ids`). In stock every
     client that learns its id reads the prompt through log probabilities, and closes it."""
     obj.session_id = with_owner(obj.session_id or uuid.uuid4().hex)
     opened = await original(manager, obj, request)

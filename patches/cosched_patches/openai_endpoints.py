@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from cosched.engine.owned_ids import OwnedDict
+from cosched.server.owned_ids import OwnedDict
 from cosched_patches.seam import Seam, after, around
 
 _SERVING = "sglang.srt.entrypoints.openai"

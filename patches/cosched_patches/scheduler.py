@@ -22,7 +22,6 @@ from cosched.core.request import RequestClass
 from cosched.core.wire import PARAMS_KEY, SERVER_KEY, class_of_priority
 from cosched.cpu.torch_native import run_uncompiled
 from cosched.engine.attach import attach
-from cosched.engine.checks import check_received, scope_of
 from cosched.engine.features.kv_manager import with_tree_core
 from cosched.engine.features.storage_reads import StorageReads
 from cosched.engine.guard import note_or_raise
@@ -37,6 +36,7 @@ from cosched.engine.read_state import offline_progress, state_of
 from cosched.engine.support import check_arguments, chooses_evictions
 from cosched.engine.waiting import WaitingQueue, online_requests
 from cosched.errors import ConfigError, RequestError
+from cosched.server.checks import check_received, scope_of
 from cosched_patches.seam import Seam, after, around, before
 
 logger = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ import threading
 import uvicorn
 
 from cosched.batch.jsonl.server import free_port
-from cosched.engine import connections
-from cosched.engine.connections import SilentConnections
+from cosched.server import connections
+from cosched.server.connections import SilentConnections
 from tests.batch.api import until
 
 HEAD = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n"

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 import cosched.bootstrap  # noqa: F401  # before sglang
-from cosched.engine import model_operations, shutdown
-from cosched.engine.model_operations import is_about_to_read, unloading, use_model_lock
+from cosched.server import model_operations, shutdown
+from cosched.server.model_operations import is_about_to_read, unloading, use_model_lock
 
 ONLINE, OFFLINE = 0, -1
 

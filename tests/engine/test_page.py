@@ -14,12 +14,13 @@ import pytest
 import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.batch.jsonl.lines import URLS
 from cosched.core.plan import SkipReason
-from cosched.engine.history import History, bucket_of, p99_s
+from cosched.engine.latency_histogram import bucket_of, p99_s
 from cosched.engine.state import ReplicaState
 from cosched.memory.occupancy import KV_USES, KvOccupancy
 from cosched.pool.prefix_pool import PoolStats
+from cosched.server.history import History
 
-PAGE = files("cosched.engine").joinpath("page.html").read_text()
+PAGE = files("cosched.server").joinpath("page.html").read_text()
 SCRIPT = re.search(r"<script>(.*)</script>", PAGE, re.DOTALL)[1]
 
 

@@ -9,7 +9,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse
 
 from cosched.batch.config import BatchesConfig
-from cosched.engine.middleware import add_page
+from cosched.server.middleware import add_page
 from tests.batch.api import Api, line, serving, until
 from tests.batch.stand_in import StandIn
 from tests.browser import browsing, find_browser

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from cosched.engine import preparation
-from cosched.engine.preparation import LoopLag, PreparationGate, is_prepared
+from cosched.server import preparation
+from cosched.server.preparation import LoopLag, PreparationGate, is_prepared
 
 
 def test_a_few_are_prepared_at_a_time_and_the_next_as_one_is_tokenized():

@@ -247,7 +247,7 @@ def test_a_device_that_failed_ends_the_scheduler(make_engine, monkeypatch):
 
 def test_a_server_whose_memory_leaks_in_a_failure_drains(make_engine, monkeypatch):
     from cosched.engine import faults
-    from cosched.engine.shutdown import DRAIN_SIGNAL
+    from cosched.engine.faults import DRAIN_SIGNAL
 
     engine = make_engine()
     engine.scheduler.cosched_faults._guard.is_strict = False

@@ -15,9 +15,9 @@ import pytest
 
 import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.batch.prometheus import Kind
-from cosched.engine.access import Level, rule_of
 from cosched.engine.features.exporter import METRICS
 from cosched.limits.claims import digest_of
+from cosched.server.access import Level, rule_of
 from tests.batch.api import until
 from tests.request_lines import completion as line
 from tests.serving import (

@@ -16,7 +16,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import cosched.bootstrap  # noqa: F401  # before sglang
-from cosched.engine.shutdown import EXIT_CODE
+from cosched.server.shutdown import EXIT_CODE
 from tests.batch.api import Api
 from tests.engine.tiny_models import HYBRID, MIXTURE, SIZES, WINDOWS
 from tests.request_lines import completion, error_of, line

@@ -13,7 +13,9 @@ from fastapi.responses import JSONResponse, Response
 import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.batch import routes
 from cosched.config import Config
-from cosched.engine.access import (
+from cosched.limits.claims import digest_of
+from cosched.limits.origins import AccessConfig, Origins
+from cosched.server.access import (
     RULES,
     Access,
     Keys,
@@ -23,9 +25,7 @@ from cosched.engine.access import (
     without_owners,
     without_secret_values,
 )
-from cosched.engine.owned_ids import OwnedDict, owner, with_owner, without_owner
-from cosched.limits.claims import digest_of
-from cosched.limits.origins import AccessConfig, Origins
+from cosched.server.owned_ids import OwnedDict, owner, with_owner, without_owner
 
 CHAT, INFO, STATE, FILES = "/v1/chat/completions", "/server_info", "/cosched", "/v1/files"
 EVIL = {"origin": "https://evil.example"}
@@ -50,7 +50,7 @@ def every_route():
 
     from sglang.srt.entrypoints.http_server import app as stock
 
-    from cosched.engine.admin import add_routes
+    from cosched.server.admin import add_routes
 
     ours = FastAPI()
     ours.state = SimpleNamespace()

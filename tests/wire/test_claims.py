@@ -161,7 +161,7 @@ def test_the_flag_wins_over_the_environment(monkeypatch):
 def test_narrower_targets_of_a_key_leave_its_hints_alone():
     from types import SimpleNamespace
 
-    from cosched.engine.front import Front
+    from cosched.server.front import Front
 
     given = claims(keys={"a": {"floors": {"tpot_ms": 40}}})
     front = Front(Config(claims=given))

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 import cosched.bootstrap
 from cosched.batch.service import InProcessTransport
 from cosched.core.wire import OFFLINE_PRIORITY
-from cosched.engine.preparation import AT_ONCE, LoopLag, PreparationGate
+from cosched.server.preparation import AT_ONCE, LoopLag, PreparationGate
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 GENERATE, EMBEDDINGS, MESSAGES = "/generate", "/v1/embeddings", "/v1/messages"
@@ -508,7 +508,7 @@ class TestClaims:
     def test_what_the_server_asks_itself_is_offline_and_no_key_counts_it(
         self, front, claiming, path
     ):
-        from cosched.engine.front import own_request
+        from cosched.server.front import own_request
 
         claiming(
             ignore=["priority", "service_tier", "class_header", "body_targets"],
@@ -538,7 +538,7 @@ class TestClaims:
         self, front, monkeypatch, path
     ):
         from cosched.batch.jsonl.records import TryAgain, judge
-        from cosched.engine.front import own_request
+        from cosched.server.front import own_request
 
         monkeypatch.setattr(front, "reason", {"type": "abort", "message": "Aborted"})
         transport = InProcessTransport(front.app, state=own_request(30.0))
@@ -559,7 +559,7 @@ class TestClaims:
     def test_an_aborted_request_says_what_it_cost_when_the_scheduler_has_ended_it(
         self, front, monkeypatch, n
     ):
-        from cosched.engine.front import own_request
+        from cosched.server.front import own_request
 
         costs = []
 
@@ -639,7 +639,7 @@ class TestClaims:
     def test_what_sglang_makes_of_a_request_counts_whatever_its_body_looks_like(
         self, front, claiming, monkeypatch
     ):
-        monkeypatch.setattr("cosched.engine.front.asked", lambda route, body: 1)
+        monkeypatch.setattr("cosched.server.front.asked", lambda route, body: 1)
         claiming(keys={"secret": {"max_online": 2}})
         for _ in range(2):
             for path, fields in ((COMPLETIONS, {"prompt": ["a"] * 3}), (CHAT, {"n": 3})):

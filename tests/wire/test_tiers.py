@@ -10,8 +10,8 @@ from starlette.testclient import TestClient
 
 from cosched.config import parse_config
 from cosched.core.tiers import Tier, allowed_tier, tier_rank
-from cosched.engine.front import Front, ReplyMiddleware
 from cosched.errors import ConfigError, RequestError
+from cosched.server.front import Front, ReplyMiddleware
 
 TIERS = [
     {"name": "default", "priority": 5},

@@ -17,7 +17,7 @@ from cosched.engine import port
 from cosched.engine.chat_load import ChatLoad
 from cosched.engine.feature import Feature
 from cosched.engine.figures import TARGETS
-from cosched.engine.history import bucket_of
+from cosched.engine.latency_histogram import bucket_of
 from cosched.engine.tracked import TrackedRequest
 
 

@@ -25,17 +25,15 @@ from sglang.srt.managers.io_struct import AbortReq, SetInternalStateReq
 from sglang.srt.utils import kill_process_tree
 
 from cosched.engine import port
-from cosched.engine.model_operations import refuse_waiting
+from cosched.engine.faults import DRAIN_SIGNAL
 from cosched.engine.offline_gate import LET_GO
+from cosched.server.model_operations import refuse_waiting
 
 logger = logging.getLogger(__name__)
 
 END_S = 20.0
 """Most seconds between the end of draining and the end of the process. SGLang gives its schedulers
 15 to release their memory."""
-
-DRAIN_SIGNAL = signal.SIGUSR1
-"""A scheduler whose memory is not consistent sends it to the server: drain, then `EXIT_CODE`."""
 
 EXIT_CODE = 70
 """Exit code of a server that ended because of a failure (EX_SOFTWARE of sysexits.h)."""

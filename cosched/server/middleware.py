@@ -112,7 +112,7 @@ def add_page(app: Any) -> None:
     holds no data, and uses the key that the operator enters for its requests.
     """
     build = app.build_middleware_stack
-    page = files("cosched.engine").joinpath("page.html").read_bytes()
+    page = files("cosched.server").joinpath("page.html").read_bytes()
     app.build_middleware_stack = lambda: _Page(build(), page)
 
 

@@ -37,11 +37,11 @@ from cosched.core.wire import (
     with_slo,
     without_targets,
 )
-from cosched.engine.preparation import TICKET_KEY
 from cosched.errors import LimitError
 from cosched.limits.api_keys import NO_KEYS, ApiKeys
 from cosched.limits.claims import Grant, KeyGate, hex_digest, presented_key
 from cosched.limits.sequences import asked, made
+from cosched.server.preparation import TICKET_KEY
 
 CLASS_HEADER = "x-cosched-class"
 TARGETS_HEADER = "x-cosched-targets"

@@ -4,11 +4,11 @@ before a sample."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from cosched.engine.latency_histogram import Histogram, p99_s
 from cosched.memory.occupancy import KV_USES
 from cosched.predict.account import key_of
 
@@ -18,27 +18,7 @@ PERIOD_S = 10.0
 _NUM_KEPT = 361
 _NUM_IN_P99 = 30
 """Samples whose requests are in a p99."""
-_RATIO = 1.03
-"""Of the bounds of a bucket: a p99 is right within 1.5 %."""
 _KV_USES = tuple(KV_USES)
-
-Histogram = Counter[int]
-"""Bucket -> number of times in it."""
-
-
-def bucket_of(seconds: float) -> int:
-    """In which times of about this length are counted together."""
-    return math.floor(math.log(max(seconds, 1e-6), _RATIO))
-
-
-def p99_s(histogram: Histogram) -> float | None:
-    """At most one in a hundred took longer; None: there was none."""
-    may_be_above = histogram.total() // 100
-    for bucket in sorted(histogram, reverse=True):
-        may_be_above -= histogram[bucket]
-        if may_be_above < 0:
-            return float(_RATIO ** (bucket + 0.5))
-    return None
 
 
 class History:

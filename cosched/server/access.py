@@ -20,10 +20,10 @@ import msgspec
 from starlette.routing import compile_path
 
 from cosched.batch.storage import without_secrets
-from cosched.engine.middleware import App, Message, Receive, Scope, Send
-from cosched.engine.owned_ids import owner
 from cosched.limits.claims import digest_of, presented_key
 from cosched.limits.origins import Origins
+from cosched.server.middleware import App, Message, Receive, Scope, Send
+from cosched.server.owned_ids import owner
 
 REDACTED = "<redacted>"
 

@@ -23,15 +23,15 @@ from cosched.batch.data import Offer
 from cosched.batch.rate import Progress, Running
 from cosched.config import Config
 from cosched.core.view import OfflineLimits
-from cosched.engine.checks import scope_of
-from cosched.engine.front import own_request
-from cosched.engine.history import PERIOD_S, History
-from cosched.engine.middleware import App, Message, Receive, Scope, Send, add_page
 from cosched.engine.offline_gate import limits_to_message
 from cosched.engine.port.endpoints import fields_by_url, served_name, urls_of, usable_tools
-from cosched.engine.preparation import LoopLag, PreparationGate
 from cosched.limits.bounds import Scope as LineScope
 from cosched.policies import policy_entry
+from cosched.server.checks import scope_of
+from cosched.server.front import own_request
+from cosched.server.history import PERIOD_S, History
+from cosched.server.middleware import App, Message, Receive, Scope, Send, add_page
+from cosched.server.preparation import LoopLag, PreparationGate
 
 logger = logging.getLogger(__name__)
 

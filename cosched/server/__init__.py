@@ -1,0 +1,1 @@
+"""The HTTP side: class and targets of a request, checks, the operator's requests, shutdown."""
