@@ -6,7 +6,7 @@ something else reads it (`Features.get`). What it knows of a request it keeps it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Concatenate, ParamSpec, Self, TypeVar
 
 from cosched.core.plan import PreemptMode, SkipReason
@@ -137,9 +137,6 @@ class Features:
     def __getitem__(self, kind: type[F]) -> F:
         """KeyError where it is not wanted."""
         return self._features[kind]  # type: ignore[return-value]  # as above
-
-    def __iter__(self) -> Iterator[Feature]:
-        return iter(self._features.values())
 
     def to_share(self) -> dict[str, Any]:
         return {feature.place: feature.to_share() for feature in self.sharing}

@@ -219,8 +219,8 @@ def assert_drained(engine) -> None:
 
 def watch_plans(engine, *, before=lambda: None, after=lambda plan: None) -> None:
     """Call `before` before each plan is made, and `after` with it."""
-    controller = engine.scheduler.cosched
-    original = controller._plan
+    planner = engine.scheduler.cosched.planner
+    original = planner.plan
 
     def plan(*args, **kwargs):
         before()
@@ -228,7 +228,7 @@ def watch_plans(engine, *, before=lambda: None, after=lambda plan: None) -> None
         after(made)
         return made
 
-    controller._plan = plan
+    planner.plan = plan
 
 
 def view_now(scheduler):

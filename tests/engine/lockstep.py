@@ -44,7 +44,7 @@ def main(rank, task):
     scheduler = engine.scheduler
     controller = getattr(scheduler, "cosched", None)
     if controller is not None and controller.planner is not None and task.get("stops"):
-        _preempt_also(controller, task["stops"], seed=dp_rank)
+        _preempt_also(controller.planner, task["stops"], seed=dp_rank)
     actions = {}
     for rid, prompt, num_tokens, priority, iteration in task["requests"][dp_rank]:
         actions.setdefault(iteration, []).append(
@@ -86,15 +86,15 @@ def main(rank, task):
     os._exit(0)  # the process groups end with the processes
 
 
-def _preempt_also(controller, share, seed):
+def _preempt_also(planner, share, seed):
     """Some plans preempt one more running request."""
     from cosched.core.plan import Preemption
 
     chosen = random.Random(seed)
-    original = controller._plan
+    original = planner.plan
 
-    def plan(running_batch, look, instead):
-        iteration = original(running_batch, look, instead)
+    def plan(running_batch, look, *, instead=None):
+        iteration = original(running_batch, look, instead=instead)
         made = iteration.plan
         gone = {p.rid for p in made.preempt} | made.paused
         able = [r.rid for r in running_batch.reqs if r.rid not in gone and not r.finished()]
@@ -103,7 +103,7 @@ def _preempt_also(controller, share, seed):
             iteration.plan = replace(made, preempt=(*made.preempt, more))
         return iteration
 
-    controller._plan = plan
+    planner.plan = plan
 
 
 if __name__ == "__main__":

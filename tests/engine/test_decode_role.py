@@ -61,12 +61,12 @@ def send(engine, number, seed=1):
 
 
 def pause_at_random(engine, share, on_plan, seed=1):
-    controller, choose = engine.scheduler.cosched, random.Random(seed)
-    original, paused = controller._plan, []
+    planner, choose = engine.scheduler.cosched.planner, random.Random(seed)
+    original, paused = planner.plan, []
 
-    def plan(running_batch, *rest):
+    def plan(running_batch, *rest, **options):
         on_plan(running_batch)
-        iteration = original(running_batch, *rest)
+        iteration = original(running_batch, *rest, **options)
         more = {r.rid for r in running_batch.reqs[1:] if choose.random() < share}
         more -= {r.rid for r in running_batch.reqs if r.finished()}
         paused.append(len(more))
@@ -74,7 +74,7 @@ def pause_at_random(engine, share, on_plan, seed=1):
             iteration.plan = replace(iteration.plan, paused=frozenset(more))
         return iteration
 
-    controller._plan = plan
+    planner.plan = plan
     return paused
 
 

@@ -138,7 +138,7 @@ def test_the_ledger_counts_the_kv_that_the_next_decode_takes(make_engine, flags,
     def watched(build, running_batch, **options):
         batch, running = step(build, running_batch, **options)
         if batch is None and not running.is_empty():
-            view = scheduler.cosched._look(running)[0]
+            view = scheduler.cosched.planner.look(running).view
             seen.append((view.kv.next_step, running.new_tokens_required_next_decode()))
         return batch, running
 
