@@ -8,6 +8,8 @@ import pytest
 import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.config import ENV_VAR
 from cosched.engine import port
+from cosched.engine.features.class_counters import ClassCounters
+from cosched.engine.features.recomputation import Recomputation
 from tests.engine.integrity import check_tree
 
 OFFLINE = -1  # the priority
@@ -208,6 +210,8 @@ def assert_drained(engine) -> None:
     controller = getattr(scheduler, "cosched", None)
     if controller is not None:
         assert controller.waiting.num_tokens == 0
+        for kind, record in ((ClassCounters, "_replies"), (Recomputation, "_lost")):
+            assert not getattr(controller.features[kind], record), kind
         if controller.kv is not None:
             check_tree(controller.kv.core, waiting=[])
             assert not any(node.awaiting for node in controller.kv.core.nodes.values())
