@@ -42,6 +42,10 @@ def state_of(controller: Controller) -> ReplicaState:
     cancelled = served.cancelled + controller.waiting.cancelled
     timing, alone = features.get(PlanTiming), features.get(IsolatedWatch)
     work, decisions = features.get(OfflineWork), features.get(LogDecisions)
+    online, offline = (
+        served.by_class[kind].to_dict(f"{kind.value}_")
+        for kind in (RequestClass.ONLINE, RequestClass.OFFLINE)
+    )
     return ReplicaState(
         policy=controller.config.policy,
         num_waiting_online=len(controller.waiting.online),
@@ -81,18 +85,13 @@ def state_of(controller: Controller) -> ReplicaState:
         online_output_tokens=output_tokens[RequestClass.ONLINE],
         offline_output_tokens=output_tokens[RequestClass.OFFLINE],
         offline_work_s=0.0 if work is None else round(work.work_s, 6),
-        attainment={
-            target: (met, missed) for (_, target), (met, missed) in served.attainment.items()
-        },
         late={
             reason.value: (num_judged, num_met)
             for reason, (num_judged, num_met) in served.late.items()
         },
-        times_s={
-            f"{request_class.value}_{name}": (round(total_s, 6), num)
-            for (request_class, name), (total_s, num) in served.times_s.items()
-        },
-        histograms={name: {**one} for name, one in served.histograms.items()},
+        attainment=online["attainment"] | offline["attainment"],
+        times_s=online["times_s"] | offline["times_s"],
+        histograms=online["histograms"],
         skipped=dict(Counter(reason.value for reason in counters.latest_plan.skipped.values()))
         if len(controller.waiting.online) + len(pool)
         else {},
@@ -135,16 +134,8 @@ def _tiers(controller: Controller, running: list[TrackedRequest]) -> dict[str, T
     waiting = Counter(one.tier for one in controller.waiting.online)
     runs = Counter(one.tier for one in running if one.request_class is RequestClass.ONLINE)
     return {
-        one.name: TierState(
-            num_waiting=waiting[rank],
-            num_running=runs[rank],
-            attainment={target: (met, missed) for target, (met, missed) in one.attainment.items()},
-            times_s={
-                name: (round(total_s, 6), num) for name, (total_s, num) in one.times_s.items()
-            },
-            histograms={name: {**counts} for name, counts in one.histograms.items()},
-        )
-        for rank, one in enumerate(tiers)
+        name: TierState(num_waiting=waiting[rank], num_running=runs[rank], **served.to_dict())
+        for rank, (name, served) in enumerate(tiers.items())
     }
 
 

@@ -7,8 +7,8 @@ known there. Tokenizing, detokenizing and HTTP come on top for the client.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from cosched.core.request import LateReason, RequestClass, Slo
@@ -31,20 +31,38 @@ class ServiceListener(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class TierService:
-    """Of the requests of one tier: attainment, times_s and histograms as in `ClassCounters`."""
+class Served:
+    """Of some requests, since the start.
 
-    name: str
-    attainment: dict[str, list[int]] = field(
-        default_factory=lambda: {target: [0, 0] for target in TARGETS[RequestClass.ONLINE]}
-    )
-    times_s: dict[str, tuple[float, int]] = field(
-        default_factory=lambda: {"ttft": (0.0, 0), "tpot": (0.0, 0)}
-    )
-    histograms: dict[str, Counter[int]] = field(
-        default_factory=lambda: {"ttft": Counter(), "tpot": Counter()}
-    )
+    attainment  target -> [met, missed]
+    times_s     time -> (sum [s], number of them)
+    histograms  time of online requests -> bucket (`bucket_of`) -> number of them
+    """
+
+    def __init__(self, request_class: RequestClass, *more: str) -> None:
+        """more: times beside TTFT and TPOT."""
+        is_online = request_class is RequestClass.ONLINE
+        self.attainment = {target: [0, 0] for target in TARGETS[request_class]}
+        self.times_s = dict.fromkeys(("ttft", "tpot", *more), (0.0, 0))
+        self.histograms = {name: Counter[int]() for name in ("ttft", "tpot") if is_online}
+
+    def add(self, name: str, seconds: float) -> None:
+        if name in self.times_s:
+            total_s, num = self.times_s[name]
+            self.times_s[name] = (total_s + seconds, num + 1)
+        if name in self.histograms:
+            self.histograms[name][bucket_of(seconds)] += 1
+
+    def to_dict(self, prefix: str = "") -> dict[str, Any]:
+        """As in the state; prefix: of the names of times."""
+        return {
+            "attainment": {name: (met, missed) for name, (met, missed) in self.attainment.items()},
+            "times_s": {
+                f"{prefix}{name}": (round(total_s, 6), num)
+                for name, (total_s, num) in self.times_s.items()
+            },
+            "histograms": {name: {**counts} for name, counts in self.histograms.items()},
+        }
 
 
 @dataclass(slots=True)
@@ -71,7 +89,12 @@ class ClassCounters(Feature):
         self._slo = slo
         self._replies: dict[str, _Reply] = {}
         """Of requests with a token that have not ended, by rid."""
-        self.tiers = [TierService(tier.name) for tier in tiers]
+        self.by_class = {
+            RequestClass.ONLINE: Served(RequestClass.ONLINE, "missed_ttft"),
+            RequestClass.OFFLINE: Served(RequestClass.OFFLINE),
+        }
+        """missed_ttft: where the target was missed."""
+        self.tiers = {tier.name: Served(RequestClass.ONLINE) for tier in tiers}
         self.listener: ServiceListener | None = None
         self.chat_load = ChatLoad()
         self.output_tokens: Counter[RequestClass] = Counter()
@@ -79,22 +102,8 @@ class ClassCounters(Feature):
         """Requests that were aborted after they had begun."""
         self.cancelled: Counter[RequestClass] = Counter()
         """Requests in `aborted` that their client took back."""
-        self.attainment: dict[tuple[RequestClass, str], list[int]] = {
-            (request_class, target): [0, 0]
-            for request_class, targets in TARGETS.items()
-            for target in targets
-        }
-        """(class, target) -> [met, missed]"""
         self.late: dict[LateReason, list[int]] = {reason: [0, 0] for reason in LateReason}
         """Why online requests were judged late -> [how many, of these met their TTFT target]"""
-        self.times_s: dict[tuple[RequestClass, str], tuple[float, int]] = {
-            (request_class, name): (0.0, 0)
-            for request_class in RequestClass
-            for name in ("ttft", "tpot")
-        } | {(RequestClass.ONLINE, "missed_ttft"): (0.0, 0)}
-        """(class, time) -> (sum [s], number of them); missed_ttft: where the target was missed"""
-        self.histograms: dict[str, Counter[int]] = {"ttft": Counter(), "tpot": Counter()}
-        """Of online requests: time -> bucket (`bucket_of`) -> number of them"""
 
     def on_late(self, request: Any, reason: LateReason) -> None:
         self.late[reason][0] += 1
@@ -157,19 +166,15 @@ class ClassCounters(Feature):
                 is_slow = (tpot_s or 0.0) > most_tpot_s
                 self._judge(tracked, "all", float(is_late or is_slow), 0.0)
 
+    def _served(self, tracked: TrackedRequest) -> Iterator[Served]:
+        """Where a request counts."""
+        yield self.by_class[tracked.request_class]
+        if self.tiers and tracked.request_class is RequestClass.ONLINE:
+            yield [*self.tiers.values()][tracked.tier]
+
     def _add_time(self, tracked: TrackedRequest, name: str, seconds: float) -> None:
-        request_class = tracked.request_class
-        total_s, num = self.times_s[request_class, name]
-        self.times_s[request_class, name] = (total_s + seconds, num + 1)
-        if request_class is RequestClass.OFFLINE or name not in self.histograms:
-            return
-        bucket = bucket_of(seconds)
-        self.histograms[name][bucket] += 1
-        if self.tiers:
-            of_tier = self.tiers[tracked.tier]
-            total_s, num = of_tier.times_s[name]
-            of_tier.times_s[name] = (total_s + seconds, num + 1)
-            of_tier.histograms[name][bucket] += 1
+        for served in self._served(tracked):
+            served.add(name, seconds)
 
     def _judge(
         self, tracked: TrackedRequest, target: str, value: float, most: float | None
@@ -179,9 +184,8 @@ class ClassCounters(Feature):
         is_met = value <= most
         if target == "ttft" and is_met and tracked.late is not None:
             self.late[tracked.late][1] += 1
-        self.attainment[tracked.request_class, target][0 if is_met else 1] += 1
-        if self.tiers and tracked.request_class is RequestClass.ONLINE:
-            self.tiers[tracked.tier].attainment[target][0 if is_met else 1] += 1
+        for served in self._served(tracked):
+            served.attainment[target][0 if is_met else 1] += 1
 
 
 def _target(own: float | None, servers: float | None) -> float | None:
