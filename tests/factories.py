@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from cosched.core.caps import EngineCaps
 from cosched.core.estimates import LengthEstimate, Predictor
 from cosched.core.group import NO_OTHERS, OtherRanks
-from cosched.core.kv_state import KvState, Match, StateSlots, WindowKv
+from cosched.core.kv_state import KvState, Match
+from cosched.core.memories import Memory
 from cosched.core.plan import SkipReason
 from cosched.core.request import PLAIN, LateReason, Request, RequestClass, Slo, Traits
 from cosched.core.view import (
@@ -21,8 +22,11 @@ from cosched.core.view import (
     Progress,
     ToleranceHeadroom,
 )
+from cosched.memory.host_memory import HostMemory
+from cosched.memory.kv_memory import promised_tokens
+from cosched.memory.state_memory import StateMemory
+from cosched.memory.window_memory import WindowMemory, WindowPool
 from cosched.pool.pool import ArrivalOrder
-from cosched.schedule.ledger import promised_tokens
 
 _seq = itertools.count()
 
@@ -142,7 +146,8 @@ class FakeView:
     predictor: Predictor = field(default_factory=Linear)
     ended: Sequence[Ended] = ()
     unholdable: Collection[str] = ()
-    states: StateSlots | None = None
+    states: int | None = None
+    """State slots that are left."""
     checkpoints: Mapping[str, int] = field(default_factory=dict)
     tokens_per_decode: float = 1.0
     recompute_debt_s: float = 0.0
@@ -150,11 +155,11 @@ class FakeView:
     others: OtherRanks = NO_OTHERS
     kept: int = 0
     offline_in_sessions: int = 0
-    host_free: int = 0
+    host_free: int | None = None
     promises: Mapping[str, int] = field(default_factory=dict)
     shared: Mapping[str, int] = field(default_factory=dict)
     lengths: Mapping[str, LengthEstimate] = field(default_factory=dict)
-    window_kv: WindowKv | None = None
+    windows: WindowPool | None = None
     offline_limits: OfflineLimits = field(default_factory=OfflineLimits)
     num_behind: int = 0
 
@@ -178,7 +183,6 @@ class FakeView:
             ),
             shared_offline=self.offline_in_sessions,
             kept=self.kept,
-            host_free=self.host_free,
         )
 
     @property
@@ -254,19 +258,39 @@ class FakeView:
     def num_shared(self, request: Request) -> int:
         return self.shared.get(request.rid, 0)
 
-    def num_kept(self, request: Request) -> int:
-        return self.checkpoints.get(request.rid, request.num_computed_tokens)
-
     def preemption_gain(self, request: Request) -> int:
         return request.num_computed_tokens
 
-    def window_output(self, request: Request) -> int:
+    @property
+    def memories(self) -> list[Memory]:
+        found: list[Memory] = []
+        if self.states is not None:
+            found.append(
+                StateMemory(
+                    self.states,
+                    per_request=3,
+                    held=1,
+                    num_kept=lambda r: self.checkpoints.get(r.rid, r.num_computed_tokens),
+                )
+            )
+        if self.windows is not None:
+            found.append(WindowMemory(self, self.windows, FakeWindowReads(self.windows)))
+        if self.host_free is not None:
+            found.append(HostMemory(self.host_free))
+        return found
+
+
+@dataclass
+class FakeWindowReads:
+    """Each request holds a window, and takes the memory for its whole output."""
+
+    pool: WindowPool
+
+    def output(self, request: Request) -> int:
         return request.max_new_tokens - request.num_output_tokens
 
-    def window_reserve_of(self, request: Request) -> int:
-        caps = self.caps
-        num_left = request.max_new_tokens - request.num_output_tokens
-        return min(num_left, caps.window_tokens + caps.window_slack)
+    def reserve_of(self, request: Request) -> int:
+        return min(self.output(request), self.pool.window + self.pool.slack)
 
-    def window_gain(self, request: Request) -> int:
-        return min(request.num_computed_tokens, self.caps.window_tokens)
+    def gain(self, request: Request) -> int:
+        return min(request.num_computed_tokens, self.pool.window)

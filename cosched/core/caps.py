@@ -34,16 +34,6 @@ class EngineCaps:
                             above 1 with speculative decoding
     takes_turns             with DP attention and drafts: while one rank computes prefills, the
                             decodes of all others wait
-    window_tokens           tokens before its own that a token of a layer with sliding windows
-                            attends to, if the KV of these layers has a pool of its own; None: there
-                            is no such pool
-    window_slack            tokens behind its window that a decoding request may hold in that pool
-    host_tokens             KV tokens that host memory holds (HiCache); 0: there is none, and
-                            nothing can be copied there
-    states_per_request      most state slots of a request (state-space and linear-attention
-                            layers); 0: the model has no such layers
-    states_held             those that preempting it frees at least
-    checkpoint_tokens       prompt tokens of the shortest chunk that leaves a checkpoint of it
     """
 
     page_size: int
@@ -62,12 +52,6 @@ class EngineCaps:
     shared_prefix: bool = False
     decode_reserve: int = 1
     takes_turns: bool = False
-    window_tokens: int | None = None
-    window_slack: int = 0
-    host_tokens: int = 0
-    states_per_request: int = 0
-    states_held: int = 0
-    checkpoint_tokens: int = 1
 
     def __post_init__(self) -> None:
         assert self.page_size >= 1, f"{self.page_size=}"

@@ -13,7 +13,8 @@ from cosched.core.batch import IntArray
 from cosched.core.caps import EngineCaps
 from cosched.core.estimates import LengthEstimate, Predictor
 from cosched.core.group import OtherRanks
-from cosched.core.kv_state import KvState, Match, StateSlots, WindowKv
+from cosched.core.kv_state import KvState, Match
+from cosched.core.memories import Memory
 from cosched.core.plan import SkipReason
 from cosched.core.request import Request, RequestClass
 
@@ -276,14 +277,9 @@ class View(Protocol):
     def kv(self) -> KvState: ...
 
     @property
-    def states(self) -> StateSlots | None:
-        """None: the model has no state slots."""
-        ...
-
-    @property
-    def window_kv(self) -> WindowKv | None:
-        """None: layers with sliding windows have no KV pool of their own
-        (`EngineCaps.window_tokens`)."""
+    def memories(self) -> Sequence[Memory]:
+        """Of each kind that the engine has beside `kv`. A plan copies what it changes
+        (`Memory.fork`)."""
         ...
 
     @property
@@ -402,26 +398,7 @@ class View(Protocol):
         another of its class anyway. Asked only where `EngineCaps.shared_prefix` holds. O(1)."""
         ...
 
-    def num_kept(self, request: Request) -> int:
-        """Computed tokens of a running request or an unfinished prefill that it finds again when it
-        resumes after a preemption, unless they are evicted: all, or with state slots those up to
-        its last checkpoint. O(1)."""
-        ...
-
     def preemption_gain(self, request: Request) -> int:
         """KV tokens that become free or evictable if this request is preempted, without its
         reserve and without tokens that another running request holds too. O(depth)."""
-        ...
-
-    def window_output(self, request: Request) -> int:
-        """Tokens of output for which memory of `window_kv` is set aside, before what its window
-        returns: all that may come, or the share of it that the engine keeps free."""
-        ...
-
-    def window_reserve_of(self, request: Request) -> int:
-        """Tokens of `WindowKv.reserved` for this running request."""
-        ...
-
-    def window_gain(self, request: Request) -> int:
-        """The same of `window_kv`. Asked only where there is one."""
         ...

@@ -12,7 +12,7 @@ from cosched.core.batch import IntArray
 from cosched.core.request import RequestClass
 from cosched.core.view import Decodes, Progress
 from cosched.engine.tracked import TrackedRequest
-from cosched.schedule.ledger import promised_tokens
+from cosched.memory.kv_memory import promised_tokens
 
 
 class RequestColumn:

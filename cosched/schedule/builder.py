@@ -15,7 +15,7 @@ from cosched.core.kv_state import Match
 from cosched.core.plan import Hosting, Plan, Preemption, PreemptMode, SkipReason
 from cosched.core.request import LateReason, Request, RequestClass, num_tokens_of
 from cosched.core.view import Decodes, View
-from cosched.schedule.forecast import KvForecast
+from cosched.memory.kv_forecast import KvForecast
 from cosched.schedule.ledger import Ledger
 from cosched.schedule.preemption import preempt_mode
 
@@ -177,7 +177,7 @@ class PlanBuilder:
                 reason = SkipReason.LATENCY_BUDGET  # fewer than a page, or than one in a piece
             self.skip(request, reason)
             return False
-        num_tokens = ledger.chunk(request, match.cached, at_most=at_most, num_loaded=match.host)
+        num_tokens = ledger.chunk(request, match, at_most=at_most)
         ledger.charge_admission(request, match, num_tokens)
         self.prefill[request.rid] = num_tokens
         self.skipped.pop(request.rid, None)
@@ -302,7 +302,7 @@ class PlanBuilder:
         """Set KV aside for `num_tokens` output tokens of a request, generated ones included, in
         place of the engine's rule and of an earlier promise. A guest loses its host."""
         self.hosts.pop(request.rid, None)
-        self.ledger.promise(request, num_tokens)
+        self.ledger.kv.promise(request, num_tokens)
 
     def host(self, guest: Request, host: Request, offset: int) -> None:
         """Let a running request grow into the KV that is set aside for another one, until that has
@@ -338,7 +338,7 @@ class PlanBuilder:
             or mixes(self.view, self.ledger, self.paused | preempted.keys()),
             preempt=tuple(preempted.values()),
             paused=frozenset(self.paused),
-            promise={r: n for r, n in self.ledger.promises.items() if r not in self.hosts},
+            promise={r: n for r, n in self.ledger.kv.promises.items() if r not in self.hosts},
             hosts=self.hosts,
             late={} if late is None else late,
             skipped=self.skipped,

@@ -53,6 +53,7 @@ from cosched.core.group import NO_OTHERS, RankNeeds
 from cosched.core.plan import EMPTY_PLAN, Plan, SkipReason
 from cosched.core.request import Request, RequestClass, num_tokens_of
 from cosched.core.view import OfflineOrder, View
+from cosched.memory.kv_forecast import KvForecast
 from cosched.schedule.base import PolicySettings
 from cosched.schedule.builder import PlanBuilder
 from cosched.schedule.candidates import (
@@ -64,7 +65,6 @@ from cosched.schedule.candidates import (
 from cosched.schedule.chat_pace import Course, paced_s
 from cosched.schedule.deadlines import Deadlines, PrefillSlacks, online_prefills
 from cosched.schedule.following import LEAST_SHARED
-from cosched.schedule.forecast import KvForecast
 from cosched.schedule.online_order import (
     LATE_TURN,
     OnlineOrder,
@@ -239,10 +239,9 @@ class CoschedPolicy:
             return False
         if self._settings.tiers or view.tolerance_headroom is not None or view.others != NO_OTHERS:
             return False
-        if view.states is not None or view.window_kv is not None or any(True for _ in view.online):
+        if any(True for _ in view.online) or view.kv.next_step > view.kv.free:
             return False
-        kv = view.kv
-        return kv.next_step <= kv.free
+        return all(memory.can_decode() for memory in view.memories)
 
     def _may_pace(self, view: View) -> bool:
         """Not where the operator, a promised tolerance or other ranks say how long it lasts, nor

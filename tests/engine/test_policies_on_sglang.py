@@ -274,11 +274,11 @@ class Promising:
         for request in running:
             if not request.num_output_tokens % 4:
                 builder.promise(request, wanted(request))
-        while len(running) > 1 and min(builder.ledger.headroom, builder.ledger.available) < 0:
+        while len(running) > 1 and min(builder.ledger.kv.headroom, builder.ledger.kv.available) < 0:
             if running[-1].traits.can_preempt:
                 builder.preempt(running[-1])
             del running[-1]
-        if builder.ledger.headroom < 0 and builder.ledger.promises:
+        if builder.ledger.kv.headroom < 0 and builder.ledger.kv.promises:
             return PlanBuilder(view).build(), state
         for request in builder.unfinished():
             builder.continue_prefill(request, sys.maxsize, unreserved=True)
@@ -286,7 +286,7 @@ class Promising:
             for request in (*view.online, *view.offline_order()):
                 builder.promise(request, wanted(request))
                 if not builder.take(request, float("inf")):
-                    del builder.ledger.promises[request.rid]
+                    del builder.ledger.kv.promises[request.rid]
                     break
         return builder.build(), state
 
@@ -326,7 +326,7 @@ class Nothing(Promising):
         for request in view.offline_order():
             builder.promise(request, 0)
             if not builder.take(request, float("inf")):
-                del builder.ledger.promises[request.rid]
+                del builder.ledger.kv.promises[request.rid]
                 break
         return builder.build(), state
 

@@ -196,7 +196,7 @@ def test_of_those_that_were_stopped_the_one_with_least_to_restore_goes_first():
         offline=(far, near, fresh),
         cached={
             "near": Match(cached=90, evictable=0),
-            "far": Match(cached=95, evictable=0, host=95),
+            "far": Match(cached=95, evictable=0, to_load=95),
         },
     )
     one = Pressure(batch_size=1)

@@ -15,11 +15,11 @@ from cosched.core.plan import PreemptMode, SkipReason
 from cosched.core.request import RequestClass, Slo
 from cosched.core.view import Ended, OfflineLimits
 from cosched.errors import ConfigError
+from cosched.memory.kv_memory import promised_tokens
 from cosched.papers.ecoserve.config import EcoConfig
 from cosched.papers.ecoserve.policy import EcoServePolicy
 from cosched.papers.ecoserve.work import Batch, EcoOptions
 from cosched.schedule.base import PolicySettings
-from cosched.schedule.ledger import promised_tokens
 from cosched.schedule.validate import validate
 from tests.factories import FakeView, decoding, make_caps, offline, online
 
@@ -225,10 +225,9 @@ def test_an_output_that_outruns_its_promise_takes_of_the_reserve():
 
 def test_where_it_is_to_be_offloaded_it_is_stopped():
     config = EcoConfig(reserve=0.3, overrun="offload")
-    caps = replace(CAPS, host_tokens=10_000)
     a, b = gt("a", 90, num_output_tokens=40), gt("b", 45, num_output_tokens=5)
-    _, state = planned(view_of(a, b, caps=caps, total_kv=900), config=config)
-    view = view_of(a, b, caps=caps, total_kv=180, promises={"a": 40, "b": 45})
+    _, state = planned(view_of(a, b, total_kv=900), config=config)
+    view = view_of(a, b, total_kv=180, host_free=0, promises={"a": 40, "b": 45})
     plan, _ = planned(view, state, config=config)
     assert [(stop.rid, stop.mode) for stop in plan.preempt] == [("a", PreemptMode.CHECKPOINT)]
 
