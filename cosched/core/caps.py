@@ -27,8 +27,7 @@ class EngineCaps:
                             None: no LoRA
     mixed_batches           prefill and decode may share an iteration (``--enable-mixed-chunk``)
     partial_decode          the decode of a running request may pause for an iteration
-    promises                `Plan.promise` replaces the engine's own reserve
-    hosts                   `Plan.hosts` is accounted for
+    promises                `Plan.promise` and `loans` replace the engine's own reserve
     shared_prefix           the KV of a shared prefix is read once for all its decodes
     decode_reserve          KV tokens that a request must have beyond its computed ones to decode;
                             above 1 with speculative decoding
@@ -48,7 +47,6 @@ class EngineCaps:
     mixed_batches: bool = True
     partial_decode: bool = False
     promises: bool = False
-    hosts: bool = False
     shared_prefix: bool = False
     decode_reserve: int = 1
     takes_turns: bool = False

@@ -380,7 +380,7 @@ class View(Protocol):
 
     def reserve_of(self, request: Request) -> int:
         """Tokens of `KvState.reserved` for this running request. Negative if it has taken more of
-        what is set aside for another (`Plan.hosts`) than is set aside for itself."""
+        what is set aside for another (`Plan.loans`) than is set aside for itself."""
         ...
 
     def promised(self, request: Request) -> int | None:

@@ -24,17 +24,17 @@ from cosched.core.request import RequestClass
 from cosched.engine import port
 from cosched.engine.host_core import HostedTreeCore
 from cosched.engine.kv_readers import KvReaders
-from cosched.engine.port import bidirectional
 from cosched.engine.running import own_tokens
 from cosched.engine.tracked import TrackedRequest
 from cosched.engine.tree_core import KvTreeCore
 from cosched.memory.config import KvConfig
 from cosched.memory.demand import OnlineDemand
-from cosched.memory.eviction import ORDERS, CopyOrder, Eviction, LeastRecentlyUsed, Leaves
+from cosched.memory.eviction import CopyOrder, Eviction, LeastRecentlyUsed, Leaves
 from cosched.memory.node import KvNode, Visit
 from cosched.memory.occupancy import HostOccupancy, KvOccupancy, UseCount, dealt
 from cosched.memory.reuse import ReuseModel, block_hashes
 from cosched.memory.value import KvValue, RecomputeCosts
+from cosched.policies import EVICTION_ORDERS, RESERVATIONS
 from cosched.pool.pool import OfflinePool
 from cosched.pool.radix import Shared, pack
 from cosched.pool.tenants import TenantPool
@@ -43,7 +43,6 @@ _LEARN_PERIOD_S = 1.0  # between two samples of the demand and of the turnover
 _TURNOVER_SHARE = 0.1  # of the newest sample in the moving average of evicted tokens
 _PLANS_PER_REFRESH = 8  # costs are learned again every 8 plans, ...
 _REFRESHED_DEPTHS = 8  # ... at 8 depths of a prompt
-_MAX_RESERVED = 0.75  # of the memory beyond the present online demand, reserved for its growth
 _CHUNKS_AHEAD = 2  # iterations whose tokens are copied to host memory before their place is needed
 _MAX_AHEAD = 0.25  # of the device's memory that is copied ahead
 _MAX_RESTORING = 4  # waiting online requests whose KV in host memory is looked up
@@ -138,8 +137,8 @@ class KvManager:
         self.costs = RecomputeCosts()
         value = KvValue(self.reuse, self.costs, late_weight=config.late_weight)
         value.transfer_s = transfer_s_of(scheduler, config.host_bandwidth_gb_s)
-        assert config.eviction is not None, "resolved, and one of `ORDERS`"
-        self.leaves = Leaves(ORDERS[config.eviction](value), value)
+        assert config.eviction is not None, "resolved, and one of `EVICTION_ORDERS`"
+        self.leaves = Leaves(EVICTION_ORDERS[config.eviction](value), value)
         self.copies: Leaves | None = None
         """Copies in host memory that can be given up; None: there is no host memory."""
         self._is_ranked = not port.parallel().is_alone
@@ -345,7 +344,7 @@ class KvManager:
         """Held by online requests, and needed by those that are expected to continue. num_own:
         those that they hold outside the tree."""
         held = num_own + self.core.num_held_online
-        if self.config.reservation == "echo":
+        if not RESERVATIONS[self.config.reservation].counts_returning:
             return held
         expected = self.reuse.expected_tokens()
         # KV in host memory needs no place on the device until it is used again. It counts by the
@@ -375,7 +374,7 @@ class KvManager:
         the latest count."""
         self._uses.look(self.leaves.now_s)
         own, core, scheduler = self._own_tokens(), self.core, self._scheduler
-        evicted, (saved, parted) = self.core.evicted, bidirectional.savings(scheduler)
+        evicted, (saved, parted) = self.core.evicted, port.savings(scheduler)
         host = None
         if isinstance(self.core, HostedTreeCore):
             free = port.host_free(scheduler)
@@ -418,9 +417,5 @@ class KvManager:
         """Tokens that are reserved for online requests (`KvState.kept`)."""
         if not self.config.reserve:
             return 0
-        total = port.kv_total(self._scheduler)
-        if self.config.reservation == "echo":
-            return min(self.demand.threshold, total)
-        now = min(self.demand.now, total)  # it counts contexts that may come back: more than fits
-        left = total - now
-        return min(self.demand.reserve, now + int(_MAX_RESERVED * left))
+        reservation = RESERVATIONS[self.config.reservation]
+        return reservation.tokens(self.demand, port.kv_total(self._scheduler))

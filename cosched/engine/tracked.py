@@ -35,7 +35,6 @@ class TrackedRequest:
     """
 
     __slots__ = (
-        "_host",
         "arrival_s",
         "arrival_seq",
         "backoff_until",
@@ -44,13 +43,13 @@ class TrackedRequest:
         "first_token_s",
         "has_penalties",
         "is_ended",
-        "is_hosted",
         "is_reported",
         "kv_hashes",
         "kv_turn",
         "last_token_s",
         "late",
         "length",
+        "loan",
         "max_new_tokens",
         "num_behind",
         "num_penalized",
@@ -123,10 +122,9 @@ class TrackedRequest:
         self.promised: int | None = None
         """Output tokens, generated ones included, for which a plan has set KV aside; None: none
         has."""
-        self.is_hosted = False
-        """A plan made it a guest, and no plan has set KV aside for it since."""
-        self._host: tuple[TrackedRequest, int] | None = None
-        """Its host, and the number of preemptions of both at that time."""
+        self.loan: tuple[TrackedRequest, int] | None = None
+        """Into whose promised KV it grows, and the number of preemptions of both at that time;
+        None: no plan says so, or another has set KV aside for it since."""
         self.num_refusals = 0
         """Times in a row that the engine refused it although a plan admitted it."""
         self.backoff_until = 0
@@ -185,21 +183,21 @@ class TrackedRequest:
     def promise(self, num_tokens: int) -> None:
         """A plan sets KV aside for `num_tokens` output tokens, generated ones included."""
         self.promised = num_tokens
-        self.is_hosted, self._host = False, None
+        self.loan = None
 
-    def grow_into(self, host: TrackedRequest) -> None:
+    def borrow(self, lender: TrackedRequest) -> None:
         """What it generates from now on takes KV that is promised to another one."""
         self.promised = self.num_output_tokens
-        self.is_hosted, self._host = True, (host, self.num_preemptions + host.num_preemptions)
+        self.loan = lender, self.num_preemptions + lender.num_preemptions
 
     @property
-    def host(self) -> TrackedRequest | None:
+    def lender(self) -> TrackedRequest | None:
         """The request into whose promised KV it grows beyond its own promise; None: there is none,
         or either has been preempted since."""
-        if self._host is None:
+        if self.loan is None:
             return None
-        host, num_stops = self._host
-        return host if self.num_preemptions + host.num_preemptions == num_stops else None
+        lender, num_stops = self.loan
+        return lender if self.num_preemptions + lender.num_preemptions == num_stops else None
 
     @property
     def token_ids(self) -> Sequence[int]:

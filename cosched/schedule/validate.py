@@ -41,7 +41,7 @@ def validate(plan: Plan, view: View) -> None:
     if not all(map(math.isfinite, plan.limits.values())):
         raise PlanError(f"a limit that is no number of seconds: {dict(plan.limits)}")
     if plan.decodes and not (
-        plan.prefill or plan.preempt or plan.paused or plan.promise or plan.hosts
+        plan.prefill or plan.preempt or plan.paused or plan.promise or plan.loans
     ):
         return
     _check_caps(plan, view)
@@ -74,7 +74,7 @@ def validate(plan: Plan, view: View) -> None:
 def _running_ones(plan: Plan, waits: Mapping[str, Request | None]) -> set[str]:
     """rids of a plan that may be of running requests."""
     rids = {rid for rid, request in waits.items() if request is None}
-    rids.update(plan.paused, plan.hosts, (hosting.host for hosting in plan.hosts.values()))
+    rids.update(plan.paused, plan.loans, (loan.lender for loan in plan.loans.values()))
     rids.update(preemption.rid for preemption in plan.preempt)
     return rids
 
@@ -90,8 +90,8 @@ def _check_caps(plan: Plan, view: View) -> None:
     caps = view.caps
     if plan.promise and not caps.promises:
         raise PlanError(f"promises KV, but the engine keeps its own reserve: {dict(plan.promise)}")
-    if plan.hosts and not caps.hosts:
-        raise PlanError(f"hosts requests, but the engine has no account of that: {[*plan.hosts]}")
+    if plan.loans and not caps.promises:
+        raise PlanError(f"lends KV, but the engine keeps its own reserve: {[*plan.loans]}")
     if not can_copy(view):
         copied = [p.rid for p in plan.preempt if p.mode is PreemptMode.CHECKPOINT]
         if copied:
@@ -132,21 +132,21 @@ def _replay_promises(
             ledger.kv.promises[rid] = num_tokens  # and charged when it is admitted
         else:
             ledger.kv.promise(request, num_tokens)
-    for rid, hosting in plan.hosts.items():
-        guest, host = (
-            None if name in preempted else named.running.get(name) for name in (rid, hosting.host)
+    for rid, loan in plan.loans.items():
+        borrower, lender = (
+            None if name in preempted else named.running.get(name) for name in (rid, loan.lender)
         )
-        if guest is None or host is None:
-            raise PlanError(f"hosted by {hosting.host}, but not both are running: {rid}")
-        if rid in plan.promise or hosting.host in plan.hosts:
-            raise PlanError(f"hosted by {hosting.host}, and promised KV or a host itself: {rid}")
-        ends_at = plan.promise.get(hosting.host, view.promised(host)) or 0
-        if not host.num_output_tokens < hosting.offset <= ends_at:
+        if borrower is None or lender is None:
+            raise PlanError(f"borrows of {loan.lender}, but not both are running: {rid}")
+        if rid in plan.promise or loan.lender in plan.loans:
+            raise PlanError(f"borrows of {loan.lender}, and is promised KV or lends itself: {rid}")
+        ends_at = plan.promise.get(loan.lender, view.promised(lender)) or 0
+        if not lender.num_output_tokens < loan.offset <= ends_at:
             raise PlanError(
-                f"hosted by {hosting.host} up to its output token {hosting.offset}; that one has "
-                f"{host.num_output_tokens} of {ends_at} promised: {rid}"
+                f"borrows of {loan.lender} up to its output token {loan.offset}; that one has "
+                f"{lender.num_output_tokens} of {ends_at} promised: {rid}"
             )
-        ledger.kv.promise(guest, guest.num_output_tokens)
+        ledger.kv.promise(borrower, borrower.num_output_tokens)
     if ledger.kv.headroom < min(before, 0):
         raise PlanError(f"promises {-ledger.kv.headroom} KV tokens more than there are")
 

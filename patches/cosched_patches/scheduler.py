@@ -36,6 +36,7 @@ from cosched.engine.read_state import offline_progress, state_of
 from cosched.engine.support import check_arguments, chooses_evictions
 from cosched.engine.waiting import WaitingQueue, online_requests
 from cosched.errors import ConfigError, RequestError
+from cosched.papers.bros.sglang_pages import share_pages
 from cosched_patches.seam import Seam, after, around, before
 
 logger = logging.getLogger(__name__)
@@ -87,6 +88,7 @@ def take_over(original: Any, scheduler: Any, server_args: Any, *args: Any, **kwa
         is_ours = planning is not None and chooses_evictions(server_args, planning)
         with with_tree_core() if is_ours else contextlib.nullcontext():
             original(scheduler, server_args, *args, **kwargs)
+        share_pages(scheduler)
         if config is not None:
             attach(scheduler, config)
     except ConfigError as error:

@@ -229,20 +229,20 @@ def test_guests_of_ecoserve_grow_in_what_their_hosts_were_promised(make_engine, 
             priority=OFFLINE,
             custom_params={"cosched": {"output_tokens_hint": num_output}},
         )
-    taken, hosts = [], set()
+    taken, lenders = [], set()
 
     def look(iteration):
         engine.scheduler.invariant_checker.self_check_during_busy()
         running = [req.cosched for req in engine.scheduler.running_batch.reqs]
         taken.append(sum(taken_by_guests(running).values()))
-        hosts.update(tracked.host.rid for tracked in running if tracked.host is not None)
+        lenders.update(tracked.lender.rid for tracked in running if tracked.lender is not None)
         view = view_now(engine.scheduler)
         assert view.progress() == Progress.of(view)
 
     engine.run_until_idle(on_iteration=look, max_iterations=20_000)
     answers = {rid: len(reply.output_ids) for rid, reply in engine.replies.items()}
     assert answers == {f"r{i}": num_output for i, num_output in enumerate(lengths)}
-    assert max(taken) >= 2 * page_size and hosts
+    assert max(taken) >= 2 * page_size and lenders
     counters = engine.scheduler.cosched.counters
     assert counters.num_engine_refusals == counters.num_safe_plans == counters.num_preemptions == 0
     assert_drained(engine)

@@ -23,7 +23,7 @@ from cosched.schedule.base import PolicySettings
 from cosched.schedule.validate import validate
 from tests.factories import FakeView, decoding, make_caps, offline, online
 
-CAPS = make_caps(max_running_requests=512, partial_decode=True, promises=True, hosts=True)
+CAPS = make_caps(max_running_requests=512, partial_decode=True, promises=True)
 FREELY = EcoConfig(reserve=0.0, buffer=0.0)
 PAPER = EcoConfig()
 PLAIN = EcoOptions(synced=False, ordered=False, pipeline=False)
@@ -274,8 +274,8 @@ def test_a_short_output_runs_in_the_second_half_of_a_long_one():
     view = view_of(gt("host", 201), gt("guest", 91), gt("other", 120), total_kv=60 + 200 + 6)
     plan, state = planned(view, options=pipeline)
     assert active(plan, view) == {"host", "guest"}
-    hosting = plan.hosts["guest"]
-    assert (hosting.host, hosting.offset) == ("host", 101)
+    loan = plan.loans["guest"]
+    assert (loan.lender, loan.offset) == ("host", 101)
     assert state.guests == {"guest": ("host", 101)}
     plan, _ = planned(view, options=pipeline, config=msgspec.structs.replace(FREELY, buffer=0.2))
     assert active(plan, view) == {"host"}, "90 tokens and the buffer are more than 100"
@@ -364,8 +364,8 @@ class Follower:
         self.promises = self.promises | dict(plan.promise)
         for rid in plan.promise:
             self.hosts.pop(rid, None)
-        for rid, hosting in plan.hosts.items():
-            self.hosts[rid] = hosting.host
+        for rid, loan in plan.loans.items():
+            self.hosts[rid] = loan.lender
             self.promises[rid] = self.running[rid].num_output_tokens
         for stop in plan.preempt:
             request = self.running.pop(stop.rid, None) or self.unfinished.pop(stop.rid)

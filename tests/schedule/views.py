@@ -24,7 +24,6 @@ def views(draw):
         mixed_batches=draw(st.booleans()),
         partial_decode=draw(st.booleans()),
         promises=True,
-        hosts=True,
     )
     whole = st.builds(
         Traits,

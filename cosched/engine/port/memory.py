@@ -98,6 +98,13 @@ def host_free(scheduler: Any) -> int:
     return int(scheduler.tree_cache.cache_controller.mem_pool_host.available_size())
 
 
+def savings(scheduler: Any) -> tuple[int, int]:
+    """KV tokens that pages with two owners save now, and ends of requests that were copied to
+    another page since the start; of an allocator that has such pages."""
+    counts = getattr(scheduler.token_to_kv_pool_allocator, "savings", None)
+    return (0, 0) if counts is None else counts()
+
+
 def free_slots(scheduler: Any, running_batch: Any) -> int:
     """Requests that may join those of `running_batch`."""
     slots = scheduler.get_num_allocatable_reqs(len(running_batch.reqs), running_batch=running_batch)

@@ -62,7 +62,6 @@ def caps_of(scheduler: Any) -> EngineCaps:
         mixed_batches=bool(scheduler.is_mixed_chunk),
         partial_decode=can_split(scheduler),
         promises=True,
-        hosts=True,
         shared_prefix=reads_once() and scheduler.spec_algorithm.is_none(),
         decode_reserve=1 if scheduler.spec_algorithm.is_none() else get_alloc_reserve_per_decode(),
         takes_turns=parallel().group_size > 1

@@ -50,7 +50,7 @@ def find_guests(work: Work, queue: Sequence[Entry]) -> None:
                 return
             del lengths[found]
             guest = patient.pop(found)[1]
-            work.builder.host(guest, host, offset)
+            work.builder.borrow(guest, host, offset)
             work.guests[guest.rid] = (host.rid, offset)
             work.regions[host.rid] = region
             work.start([[guest]])
