@@ -7,5 +7,5 @@ predictor.py  the predictor of iteration times (§5.2)
 names.py      the policies by name: the ladder of §7.1
 
 Elsewhere, since the default policy uses it too: the demand of §5.3 is `cosched.memory.demand`, the
-buckets of §6 `cosched.pool.buckets`. Deviations from the paper are listed at the top of each module.
+buckets of §6 `cosched.pool.buckets`. Each module lists its deviations from the paper at its top.
 """
