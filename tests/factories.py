@@ -21,6 +21,7 @@ from cosched.core.view import (
     Outlook,
     Progress,
     ToleranceHeadroom,
+    View,
 )
 from cosched.memory.host_memory import HostMemory
 from cosched.memory.kv_memory import promised_tokens
@@ -123,6 +124,24 @@ class PerKv(Linear):
 
     def predict_s(self, totals):
         return 1e-6 * totals.decode_context + super().predict_s(totals)
+
+
+def outlook_of(view: View) -> Outlook:
+    """`View.outlook`, read from each request."""
+    ends = [
+        [n * r.traits.num_rows for n in view.length(r).ends_left(r.num_output_tokens)]
+        for r in view.running
+    ]
+    most = max(map(len, ends), default=0)
+    padded = [[0] * (most - len(of)) + of for of in ends]
+    held = [view.preemption_gain(r) for r in view.running]
+    return Outlook(held, [*map(list, zip(*padded, strict=True))])
+
+
+def progress_of(view: View) -> Progress:
+    """`View.progress`, read from each request."""
+    running = view.running
+    return Progress([r.num_output_tokens for r in running], [view.promised(r) for r in running])
 
 
 @dataclass(kw_only=True)
@@ -230,14 +249,14 @@ class FakeView:
         return Decodes.of([r for r in self.running if r.request_class is request_class])
 
     def outlook(self) -> Outlook:
-        return Outlook.of(self)
+        return outlook_of(self)
 
     def longest_left(self, request_class: RequestClass) -> int:
         requests = self.running_of(request_class).requests
         return max((self.length(r).upper for r in requests), default=0)
 
     def progress(self) -> Progress:
-        return Progress.of(self)
+        return progress_of(self)
 
     def match(self, request: Request) -> Match:
         return self.cached.get(request.rid, Match(cached=0, evictable=0))

@@ -134,19 +134,6 @@ class Outlook(NamedTuple):
     held: Any
     ends: Any
 
-    @classmethod
-    def of(cls, view: View) -> Outlook:
-        """Read from each request."""
-        running = view.running
-        held = [view.preemption_gain(r) for r in running]
-        ends = [
-            [n * r.traits.num_rows for n in view.length(r).ends_left(r.num_output_tokens)]
-            for r in running
-        ]
-        most = max(map(len, ends), default=0)
-        padded = [[0] * (most - len(of)) + of for of in ends]
-        return cls(held, [*map(list, zip(*padded, strict=True))])
-
 
 class Progress(NamedTuple):
     """Of running requests, in their order: tokens that each has generated, and output tokens for
@@ -154,12 +141,6 @@ class Progress(NamedTuple):
 
     num_output: Sequence[int]
     promised: Sequence[int | None]
-
-    @classmethod
-    def of(cls, view: View) -> Progress:
-        """Read from each request."""
-        running = view.running
-        return cls([r.num_output_tokens for r in running], [view.promised(r) for r in running])
 
 
 class OfflineOrder(Protocol):

@@ -9,8 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from cosched.core.view import Progress
-from cosched.engine.running import taken_by_guests
+from cosched.engine.running import borrowed_by
 from cosched.papers.bros.policy import BrosOptions, BrosPolicy
 from cosched.schedule.builder import PlanBuilder
 from tests.engine.conftest import (
@@ -23,6 +22,7 @@ from tests.engine.conftest import (
     view_now,
     without_model,
 )
+from tests.factories import progress_of
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -234,10 +234,10 @@ def test_guests_of_ecoserve_grow_in_what_their_hosts_were_promised(make_engine, 
     def look(iteration):
         engine.scheduler.invariant_checker.self_check_during_busy()
         running = [req.cosched for req in engine.scheduler.running_batch.reqs]
-        taken.append(sum(taken_by_guests(running).values()))
+        taken.append(sum(borrowed_by(running).values()))
         lenders.update(tracked.lender.rid for tracked in running if tracked.lender is not None)
         view = view_now(engine.scheduler)
-        assert view.progress() == Progress.of(view)
+        assert view.progress() == progress_of(view)
 
     engine.run_until_idle(on_iteration=look, max_iterations=20_000)
     answers = {rid: len(reply.output_ids) for rid, reply in engine.replies.items()}
