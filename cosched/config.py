@@ -17,7 +17,6 @@ import msgspec
 from cosched.batch.config import BatchesConfig
 from cosched.core.request import Slo
 from cosched.core.tiers import Tier
-from cosched.core.wire import SERVICE_TIERS, Bounds
 from cosched.errors import ConfigError, choices
 from cosched.limits.api_keys import ApiKeys
 from cosched.limits.claims import ANY_KEY, Claims
@@ -31,6 +30,7 @@ from cosched.predict.fitted import PREDICTORS
 from cosched.predict.lengths import LengthConfig
 from cosched.predict.tolerance import ToleranceConfig
 from cosched.schedule.base import Budgets
+from cosched.wire import SERVICE_TIERS, Bounds
 
 ENV_VAR = "COSCHED_CONFIG"
 

@@ -24,6 +24,7 @@ SOURCE_ROOTS = ("kernels", "patches", "traces")
 LAYERS = (
     ("cosched", "errors", "files", "bootstrap", "versions", "cosched_kernels"),
     ("core",),
+    ("wire",),
     ("pool", "predict", "limits", "cli", "cosched_traces"),
     ("memory",),
     ("schedule",),

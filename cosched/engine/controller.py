@@ -22,7 +22,6 @@ from cosched.core.caps import EngineCaps
 from cosched.core.group import NO_OTHERS
 from cosched.core.plan import Plan, PreemptMode, SkipReason
 from cosched.core.request import LateReason, Request
-from cosched.core.wire import LATE_KEY
 from cosched.engine import port
 from cosched.engine.clock import EngineClock
 from cosched.engine.feature import Feature
@@ -50,6 +49,7 @@ from cosched.memory.recompute import RecomputeBudget
 from cosched.pool.tenants import TenantPool
 from cosched.predict.calibration import Calibrator, error_factor
 from cosched.schedule.base import Policy
+from cosched.wire import LATE_KEY
 
 MAX_BACKOFF_PLANS = 64
 """Plans for which a request backs off that the engine refuses again and again."""

@@ -10,7 +10,10 @@ from typing import Any
 from cosched.core.request import PLAIN, LateReason, RequestClass, Slo, Traits
 from cosched.core.shares import share_path
 from cosched.core.tiers import Tier, tier_rank, with_targets
-from cosched.core.wire import (
+from cosched.engine import port
+from cosched.predict.account import Payer
+from cosched.predict.lengths import Belief
+from cosched.wire import (
     BEHIND_KEY,
     NAME_KEY,
     OWNER_KEY,
@@ -20,9 +23,6 @@ from cosched.core.wire import (
     server_params,
     slo_of_params,
 )
-from cosched.engine import port
-from cosched.predict.account import Payer
-from cosched.predict.lengths import Belief
 
 _UNBOUNDED = Bounds()
 

@@ -18,7 +18,6 @@ from sortedcontainers import SortedList
 from cosched.core.request import RequestClass, num_tokens_of
 from cosched.core.tiers import Tier
 from cosched.core.view import OfflineLimits
-from cosched.core.wire import Bounds, class_of_priority
 from cosched.engine import port
 from cosched.engine.clock import Clock
 from cosched.engine.feature import Feature, Features
@@ -28,6 +27,7 @@ from cosched.engine.tracked import TrackedRequest
 from cosched.pool.pool import ArrivalQueue, OfflinePool
 from cosched.predict.account import Account
 from cosched.predict.calibration import cold_start_s
+from cosched.wire import Bounds, class_of_priority
 
 
 class Intake(NamedTuple):

@@ -6,7 +6,6 @@ from typing import Any
 
 from cosched.config import planning_config
 from cosched.core.request import RequestClass
-from cosched.core.wire import class_of_priority
 from cosched.engine.port.read_once import graph_variants
 from cosched.papers.bros.sglang_pages import (
     BidirectionalAllocator,
@@ -14,6 +13,7 @@ from cosched.papers.bros.sglang_pages import (
     free_row,
     num_saved,
 )
+from cosched.wire import class_of_priority
 from cosched_patches.seam import Seam, after, around
 
 

@@ -19,7 +19,6 @@ from sglang.srt.managers.scheduler import NextBatchPlan
 
 from cosched.config import load_config, planning_config
 from cosched.core.request import RequestClass
-from cosched.core.wire import PARAMS_KEY, SERVER_KEY, class_of_priority
 from cosched.engine.attach import attach
 from cosched.engine.checks import check_received, scope_of
 from cosched.engine.features.storage_reads import StorageReads
@@ -37,6 +36,7 @@ from cosched.engine.support import check_arguments, chooses_evictions
 from cosched.engine.waiting import WaitingQueue, online_requests
 from cosched.errors import ConfigError, RequestError
 from cosched.papers.bros.sglang_pages import share_pages
+from cosched.wire import PARAMS_KEY, SERVER_KEY, class_of_priority
 from cosched_patches.seam import Seam, after, around, before
 
 logger = logging.getLogger(__name__)

@@ -18,9 +18,9 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.utils.common import async_h2d
 
 from cosched.core.request import RequestClass
-from cosched.core.wire import class_of_priority
 from cosched.errors import ConfigError
 from cosched.papers.bros.pages import PreemptionTable, Tail
+from cosched.wire import class_of_priority
 
 
 class _Rows(NamedTuple):
