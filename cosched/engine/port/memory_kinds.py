@@ -25,7 +25,6 @@ from cosched.engine.port.memory import (
 )
 from cosched.engine.port.states import (
     checkpoint_tokens,
-    has_states,
     num_kept,
     slots_held,
     slots_left,
@@ -57,11 +56,12 @@ def memories_of(scheduler: Any, view: EngineView) -> Sequence[Memory]:
 
 
 def _states(scheduler: Any, view: EngineView) -> StateMemory | None:
-    if not has_states(scheduler.tree_cache):
+    per_request = slots_per_request(scheduler)
+    if not per_request:
         return None
     return StateMemory(
         slots_left(scheduler),
-        per_request=slots_per_request(scheduler),
+        per_request=per_request,
         held=slots_held(scheduler),
         num_kept=lambda request: num_kept(request.req),  # type: ignore[attr-defined]
         least_chunk=checkpoint_tokens(scheduler),
