@@ -56,7 +56,7 @@ class Ledger:
         self._most_tokens = limit
         self.kv = KvMemory(view, forecast)
         self.memories: tuple[Memory, ...] = (*(m.fork() for m in view.memories), self.kv)
-        """All kinds."""
+        """All kinds, that of KV last."""
         self.tokens = limit - (len(view.running) if caps.mixed_batches else 0)
         """Prefill tokens left."""
         self.slots = view.free_slots
@@ -191,7 +191,10 @@ class Ledger:
 
     def _room(self, request: Request, match: Match | None) -> int:
         """Prompt tokens for which there is memory in this iteration."""
-        return min([memory.most_tokens(request, match) for memory in self.memories])
+        room = self.kv.most_tokens(request, match)
+        for memory in self.memories[:-1]:  # no comprehension: plans ask thousands of times
+            room = min(room, memory.most_tokens(request, match))
+        return room
 
     def charge_admission(self, request: Request, match: Match, num_tokens: int) -> None:
         """Spend what admitting `num_tokens` of a waiting request takes."""
