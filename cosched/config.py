@@ -17,19 +17,20 @@ import msgspec
 from cosched.batch.config import BatchesConfig
 from cosched.core.request import Slo
 from cosched.core.tiers import Tier
-from cosched.core.wire import SERVICE_TIERS, Bounds
 from cosched.errors import ConfigError, choices
 from cosched.limits.api_keys import ApiKeys
 from cosched.limits.claims import ANY_KEY, Claims
 from cosched.limits.origins import AccessConfig
 from cosched.memory.config import KvConfig
+from cosched.papers.bros.config import BrosConfig
 from cosched.papers.ecoserve.config import EcoConfig
-from cosched.policies import policy_entry, without_tolerance
+from cosched.policies import EVICTION_NAMES, RESERVATIONS, policy_entry, without_tolerance
 from cosched.pool.prefix_pool import PoolConfig
 from cosched.predict.fitted import PREDICTORS
 from cosched.predict.lengths import LengthConfig
 from cosched.predict.tolerance import ToleranceConfig
 from cosched.schedule.base import Budgets
+from cosched.wire import SERVICE_TIERS, Bounds
 
 ENV_VAR = "COSCHED_CONFIG"
 
@@ -158,6 +159,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     kv                 what is evicted first, and what offline work may take (docs/architecture.md)
     length             how reply lengths are predicted (`cosched.predict.lengths`); absent:
                        the policy's own
+    bros               what BROS leaves to the operator, for the policies of that name
     ecoserve           what EcoServe leaves to the operator, for the policies of that name
     offline_rate       most offline requests admitted per second, for hygen-throttled; absent: any
                        number
@@ -197,6 +199,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     tolerance: ToleranceConfig | None = None
     kv: KvConfig = KvConfig()
     length: LengthConfig | None = None
+    bros: BrosConfig = BrosConfig()
     ecoserve: EcoConfig = EcoConfig()
     offline_rate: float | None = None
     latency_model: str | None = None
@@ -295,6 +298,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def named_kv(self) -> KvConfig:
         """`kv` with its order of eviction named: the policy's own unless another is given."""
         order = self.kv.eviction or policy_entry(self.policy).eviction
+        for name, value, known in (
+            ("eviction", order, EVICTION_NAMES),
+            ("reservation", self.kv.reservation, RESERVATIONS),
+        ):
+            if value not in known:
+                raise ConfigError(f"kv.{name} {value!r} is unknown: {choices(known)}")
         return msgspec.structs.replace(self.kv, eviction=order)
 
     def named_pool(self) -> PoolConfig | None:

@@ -31,8 +31,8 @@ from sglang.lang.backend.runtime_endpoint import RuntimeEndpoint
 from sglang.lang.global_config import global_config
 
 from cosched.batch.jsonl.prefix_order import in_prefix_order, text_key
-from cosched.core.wire import OFFLINE_PRIORITY
 from cosched.errors import ConfigError
+from cosched.wire import OFFLINE_PRIORITY
 
 __all__ = ["OfflineEndpoint", "offline"]
 

@@ -17,8 +17,13 @@ from importlib import metadata
 from typing import Any
 
 from cosched.errors import ConfigError, CoschedError, choices
+from cosched.memory.config import ENGINE_ORDERS
+from cosched.memory.demand import DemandReservation, Reservation
+from cosched.memory.eviction import EvictionOrder, ValueOrder
+from cosched.memory.value import KvValue
 from cosched.papers.bros import names as bros
 from cosched.papers.echo import names as echo
+from cosched.papers.echo.kv_order import EchoOrder, EchoReservation
 from cosched.papers.ecoserve import names as ecoserve
 from cosched.papers.hygen import names as hygen
 from cosched.pool.prefix_pool import PoolConfig
@@ -26,7 +31,17 @@ from cosched.schedule.base import Policy, PolicySettings
 from cosched.schedule.cosched import CoschedOptions, CoschedPolicy
 from cosched.schedule.entry import MIXED_CHUNK, MOST_FIT, PolicyEntry
 
-__all__ = ["GROUP", "POLICIES", "PolicyEntry", "known_policy", "policy_entry", "policy_names"]
+__all__ = [
+    "EVICTION_NAMES",
+    "EVICTION_ORDERS",
+    "GROUP",
+    "POLICIES",
+    "RESERVATIONS",
+    "PolicyEntry",
+    "known_policy",
+    "policy_entry",
+    "policy_names",
+]
 
 GROUP = "cosched.policies"
 """Entry points of other packages: name = ``module:attribute``."""
@@ -86,6 +101,18 @@ def _index(entries: Iterable[PolicyEntry]) -> dict[str, PolicyEntry]:
 POLICIES: Mapping[str, PolicyEntry] = _index(
     (*_OWN, *hygen.ENTRIES, *echo.ENTRIES, *bros.ENTRIES, *ecoserve.ENTRIES)
 )
+
+
+EVICTION_ORDERS: Mapping[str, Callable[[KvValue], EvictionOrder]] = {
+    "value": ValueOrder,
+    "echo": EchoOrder,
+}
+EVICTION_NAMES = (*EVICTION_ORDERS, *ENGINE_ORDERS)
+RESERVATIONS: Mapping[str, Reservation] = {
+    "cosched": DemandReservation(),
+    "echo": EchoReservation(),
+}
+"""Of `cosched.memory.config.KvConfig`."""
 
 
 def policy_entry(name: str) -> PolicyEntry:

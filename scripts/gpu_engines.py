@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from cosched.core.wire import OFFLINE_PRIORITY
+from cosched.wire import OFFLINE_PRIORITY
 
 MIXES = [(64, 1000, (512,)), (64, 4000, (512,)), (128, 2000, (1024,)), (200, 1000, (2048,))]
 MIXES.append((64, 2500, (64, 128, 256, 448, 512, 640, 896, 1024, 2048)))

@@ -44,7 +44,7 @@ import gpu_engines
 import torch
 from gpu_engines import LLAMA, TINY, Run
 
-from cosched.core.wire import OFFLINE_PRIORITY
+from cosched.wire import OFFLINE_PRIORITY
 
 PARTS = {"kernels": 75, "engine": 120, "cosched": 130, "stock": 100}
 PARTS |= {"host": 40, "sweep": 90, "replies": 120}

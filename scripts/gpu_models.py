@@ -37,10 +37,10 @@ import torch
 
 from cosched.batch.jsonl.server import serving
 from cosched.config import Config, configured
-from cosched.core.wire import OFFLINE_PRIORITY
 from cosched.errors import CoschedError
 from cosched.lab.demo_model import ensure_demo_model
 from cosched.versions import versions
+from cosched.wire import OFFLINE_PRIORITY
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tests.engine.tiny_models import HYBRID, LATENT, MIXTURE, SIZES, WINDOWS

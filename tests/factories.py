@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from cosched.core.caps import EngineCaps
 from cosched.core.estimates import LengthEstimate, Predictor
 from cosched.core.group import NO_OTHERS, OtherRanks
-from cosched.core.kv_state import KvState, Match, StateSlots, WindowKv
+from cosched.core.kv_state import KvState, Match
+from cosched.core.memories import Memory
 from cosched.core.plan import SkipReason
 from cosched.core.request import PLAIN, LateReason, Request, RequestClass, Slo, Traits
 from cosched.core.view import (
@@ -20,9 +21,13 @@ from cosched.core.view import (
     Outlook,
     Progress,
     ToleranceHeadroom,
+    View,
 )
+from cosched.memory.host_memory import HostMemory
+from cosched.memory.kv_memory import promised_tokens
+from cosched.memory.state_memory import StateMemory
+from cosched.memory.window_memory import WindowMemory, WindowPool
 from cosched.pool.pool import ArrivalOrder
-from cosched.schedule.ledger import promised_tokens
 
 _seq = itertools.count()
 
@@ -121,6 +126,24 @@ class PerKv(Linear):
         return 1e-6 * totals.decode_context + super().predict_s(totals)
 
 
+def outlook_of(view: View) -> Outlook:
+    """`View.outlook`, read from each request."""
+    ends = [
+        [n * r.traits.num_rows for n in view.length(r).ends_left(r.num_output_tokens)]
+        for r in view.running
+    ]
+    most = max(map(len, ends), default=0)
+    padded = [[0] * (most - len(of)) + of for of in ends]
+    held = [view.preemption_gain(r) for r in view.running]
+    return Outlook(held, [*map(list, zip(*padded, strict=True))])
+
+
+def progress_of(view: View) -> Progress:
+    """`View.progress`, read from each request."""
+    running = view.running
+    return Progress([r.num_output_tokens for r in running], [view.promised(r) for r in running])
+
+
 @dataclass(kw_only=True)
 class FakeView:
     """A view in which each running request owns all of its KV alone. offline: in the order of
@@ -142,7 +165,8 @@ class FakeView:
     predictor: Predictor = field(default_factory=Linear)
     ended: Sequence[Ended] = ()
     unholdable: Collection[str] = ()
-    states: StateSlots | None = None
+    states: int | None = None
+    """State slots that are left."""
     checkpoints: Mapping[str, int] = field(default_factory=dict)
     tokens_per_decode: float = 1.0
     recompute_debt_s: float = 0.0
@@ -150,11 +174,11 @@ class FakeView:
     others: OtherRanks = NO_OTHERS
     kept: int = 0
     offline_in_sessions: int = 0
-    host_free: int = 0
+    host_free: int | None = None
     promises: Mapping[str, int] = field(default_factory=dict)
     shared: Mapping[str, int] = field(default_factory=dict)
     lengths: Mapping[str, LengthEstimate] = field(default_factory=dict)
-    window_kv: WindowKv | None = None
+    windows: WindowPool | None = None
     offline_limits: OfflineLimits = field(default_factory=OfflineLimits)
     num_behind: int = 0
 
@@ -178,7 +202,6 @@ class FakeView:
             ),
             shared_offline=self.offline_in_sessions,
             kept=self.kept,
-            host_free=self.host_free,
         )
 
     @property
@@ -226,14 +249,14 @@ class FakeView:
         return Decodes.of([r for r in self.running if r.request_class is request_class])
 
     def outlook(self) -> Outlook:
-        return Outlook.of(self)
+        return outlook_of(self)
 
     def longest_left(self, request_class: RequestClass) -> int:
         requests = self.running_of(request_class).requests
         return max((self.length(r).upper for r in requests), default=0)
 
     def progress(self) -> Progress:
-        return Progress.of(self)
+        return progress_of(self)
 
     def match(self, request: Request) -> Match:
         return self.cached.get(request.rid, Match(cached=0, evictable=0))
@@ -254,19 +277,39 @@ class FakeView:
     def num_shared(self, request: Request) -> int:
         return self.shared.get(request.rid, 0)
 
-    def num_kept(self, request: Request) -> int:
-        return self.checkpoints.get(request.rid, request.num_computed_tokens)
-
     def preemption_gain(self, request: Request) -> int:
         return request.num_computed_tokens
 
-    def window_output(self, request: Request) -> int:
+    @property
+    def memories(self) -> list[Memory]:
+        found: list[Memory] = []
+        if self.states is not None:
+            found.append(
+                StateMemory(
+                    self.states,
+                    per_request=3,
+                    held=1,
+                    num_kept=lambda r: self.checkpoints.get(r.rid, r.num_computed_tokens),
+                )
+            )
+        if self.windows is not None:
+            found.append(WindowMemory(self, self.windows, FakeWindowReads(self.windows)))
+        if self.host_free is not None:
+            found.append(HostMemory(self.host_free))
+        return found
+
+
+@dataclass
+class FakeWindowReads:
+    """Each request holds a window, and takes the memory for its whole output."""
+
+    pool: WindowPool
+
+    def output(self, request: Request) -> int:
         return request.max_new_tokens - request.num_output_tokens
 
-    def window_reserve_of(self, request: Request) -> int:
-        caps = self.caps
-        num_left = request.max_new_tokens - request.num_output_tokens
-        return min(num_left, caps.window_tokens + caps.window_slack)
+    def reserve_of(self, request: Request) -> int:
+        return min(self.output(request), self.pool.window + self.pool.slack)
 
-    def window_gain(self, request: Request) -> int:
-        return min(request.num_computed_tokens, self.caps.window_tokens)
+    def gain(self, request: Request) -> int:
+        return min(request.num_computed_tokens, self.pool.window)

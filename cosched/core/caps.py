@@ -27,23 +27,12 @@ class EngineCaps:
                             None: no LoRA
     mixed_batches           prefill and decode may share an iteration (``--enable-mixed-chunk``)
     partial_decode          the decode of a running request may pause for an iteration
-    promises                `Plan.promise` replaces the engine's own reserve
-    hosts                   `Plan.hosts` is accounted for
+    promises                `Plan.promise` and `loans` replace the engine's own reserve
     shared_prefix           the KV of a shared prefix is read once for all its decodes
     decode_reserve          KV tokens that a request must have beyond its computed ones to decode;
                             above 1 with speculative decoding
     takes_turns             with DP attention and drafts: while one rank computes prefills, the
                             decodes of all others wait
-    window_tokens           tokens before its own that a token of a layer with sliding windows
-                            attends to, if the KV of these layers has a pool of its own; None: there
-                            is no such pool
-    window_slack            tokens behind its window that a decoding request may hold in that pool
-    host_tokens             KV tokens that host memory holds (HiCache); 0: there is none, and
-                            nothing can be copied there
-    states_per_request      most state slots of a request (state-space and linear-attention
-                            layers); 0: the model has no such layers
-    states_held             those that preempting it frees at least
-    checkpoint_tokens       prompt tokens of the shortest chunk that leaves a checkpoint of it
     """
 
     page_size: int
@@ -58,16 +47,9 @@ class EngineCaps:
     mixed_batches: bool = True
     partial_decode: bool = False
     promises: bool = False
-    hosts: bool = False
     shared_prefix: bool = False
     decode_reserve: int = 1
     takes_turns: bool = False
-    window_tokens: int | None = None
-    window_slack: int = 0
-    host_tokens: int = 0
-    states_per_request: int = 0
-    states_held: int = 0
-    checkpoint_tokens: int = 1
 
     def __post_init__(self) -> None:
         assert self.page_size >= 1, f"{self.page_size=}"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +22,6 @@ class KvState:
     promised   the part of it that plans have set aside (`Plan.promise`)
     next_step  taken by the next decode of all running requests: a token each, or a page where a
                request begins one; more with speculative decoding (`EngineCaps.decode_reserve`)
-    host_free  unused part of `EngineCaps.host_tokens`
     kept       reserved for online requests by their expected need: offline requests do not hold
                more than the rest (Echo §5.3); 0: no such bound
     """
@@ -35,7 +35,6 @@ class KvState:
     offline: int = 0
     promised: int = 0
     next_step: int = 0
-    host_free: int = 0
     shared_offline: int = 0
     kept: int = 0
 
@@ -51,48 +50,19 @@ class KvState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StateSlots:
-    """Slots for the states of state-space and linear-attention layers at the moment of planning.
-
-    free       not allocated
-    evictable  with checkpoints in the radix tree that no request uses
-    """
-
-    free: int
-    evictable: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WindowKv:
-    """The KV pool of layers with sliding windows at the moment of planning [tokens]. A request
-    takes a token of it for each that it computes, and returns those behind its window.
-
-    total      capacity
-    free       not allocated
-    evictable  in the radix tree and used by no request
-    reserved   set aside for the output of running requests, until their windows are full
-    """
-
-    total: int
-    free: int
-    evictable: int
-    reserved: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Match:
-    """The head of a waiting request that is in the radix tree now, up to a checkpoint if the model
-    has state slots.
+    """The head of a waiting request that is in the radix tree now, up to a checkpoint if prefixes
+    are found only there (`Memory.has_checkpoints`).
 
     cached     matched tokens
     evictable  of these, held by no running request: admitting the request takes them out
                of `KvState.evictable`
-    host       of these, in host memory only: admitting it takes as many free tokens
-    in_window  most tokens that admitting the request takes out of `WindowKv.evictable` and `free`:
-               those of the last window of the matched ones
+    to_load    of these, not on the device: admitting it takes as many free tokens
+    others     name of another memory -> most tokens of it that admitting the request takes out of
+               what is free or evictable there
     """
 
     cached: int
     evictable: int
-    host: int = 0
-    in_window: int = 0
+    to_load: int = 0
+    others: Mapping[str, int] = field(default_factory=dict)

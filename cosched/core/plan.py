@@ -10,7 +10,7 @@ import msgspec
 
 from cosched.core.request import LateReason
 
-__all__ = ["EMPTY_PLAN", "Hosting", "Plan", "PreemptMode", "Preemption", "SkipReason"]
+__all__ = ["EMPTY_PLAN", "Loan", "Plan", "PreemptMode", "Preemption", "SkipReason"]
 
 
 class PreemptMode(Enum):
@@ -64,15 +64,15 @@ class Preemption(msgspec.Struct, frozen=True, kw_only=True):
     mode: PreemptMode = PreemptMode.KEEP_KV
 
 
-class Hosting(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that grows into KV promised to another one (EcoServe §3.4).
+class Loan(msgspec.Struct, frozen=True, kw_only=True):
+    """KV that is promised to one request, which needs it only later, for another (EcoServe §3.4).
 
-    host    rid of the other one
-    offset  output tokens of the host, generated ones included, before the part that the guest
-            uses: the guest should end before the host reaches it
+    lender  rid of the first one
+    offset  its output tokens, generated ones included, before the part that the borrower uses: the
+            borrower should end before the lender reaches it
     """
 
-    host: str
+    lender: str
     offset: int
 
 
@@ -92,9 +92,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     preempt     running requests and unfinished prefills to preempt before others are admitted
     promise     rid -> output tokens, generated ones included, for which KV is set aside until a
                 plan changes it. Other requests: the engine's own rule (`EngineCaps.promises`)
-    hosts       rid of a guest -> where it is hosted, both running: the KV of its next tokens is
-                already set aside for its host (`EngineCaps.hosts`), until the guest is promised KV
-                again, or either is preempted or ends
+    loans       rid of a borrower -> its lender, both running: the KV of its next tokens is already
+                set aside for its lender, until the borrower is promised KV again, or either is
+                preempted or ends
     late        online requests -> why their TTFT target is out of reach, where no plan before this
                 one said so; reported to the client if it asked, and counted
     skipped     rid -> why a request that the policy looked at does not run; for the decision log
@@ -106,7 +106,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     paused: frozenset[str] = frozenset()
     preempt: tuple[Preemption, ...] = ()
     promise: Mapping[str, int] = {}
-    hosts: Mapping[str, Hosting] = {}
+    loans: Mapping[str, Loan] = {}
     late: Mapping[str, LateReason] = {}
     skipped: Mapping[str, SkipReason] = {}
     limits: Mapping[str, float] = {}

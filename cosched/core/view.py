@@ -13,7 +13,8 @@ from cosched.core.batch import IntArray
 from cosched.core.caps import EngineCaps
 from cosched.core.estimates import LengthEstimate, Predictor
 from cosched.core.group import OtherRanks
-from cosched.core.kv_state import KvState, Match, StateSlots, WindowKv
+from cosched.core.kv_state import KvState, Match
+from cosched.core.memories import Memory
 from cosched.core.plan import SkipReason
 from cosched.core.request import Request, RequestClass
 
@@ -133,19 +134,6 @@ class Outlook(NamedTuple):
     held: Any
     ends: Any
 
-    @classmethod
-    def of(cls, view: View) -> Outlook:
-        """Read from each request."""
-        running = view.running
-        held = [view.preemption_gain(r) for r in running]
-        ends = [
-            [n * r.traits.num_rows for n in view.length(r).ends_left(r.num_output_tokens)]
-            for r in running
-        ]
-        most = max(map(len, ends), default=0)
-        padded = [[0] * (most - len(of)) + of for of in ends]
-        return cls(held, [*map(list, zip(*padded, strict=True))])
-
 
 class Progress(NamedTuple):
     """Of running requests, in their order: tokens that each has generated, and output tokens for
@@ -153,12 +141,6 @@ class Progress(NamedTuple):
 
     num_output: Sequence[int]
     promised: Sequence[int | None]
-
-    @classmethod
-    def of(cls, view: View) -> Progress:
-        """Read from each request."""
-        running = view.running
-        return cls([r.num_output_tokens for r in running], [view.promised(r) for r in running])
 
 
 class OfflineOrder(Protocol):
@@ -276,14 +258,9 @@ class View(Protocol):
     def kv(self) -> KvState: ...
 
     @property
-    def states(self) -> StateSlots | None:
-        """None: the model has no state slots."""
-        ...
-
-    @property
-    def window_kv(self) -> WindowKv | None:
-        """None: layers with sliding windows have no KV pool of their own
-        (`EngineCaps.window_tokens`)."""
+    def memories(self) -> Sequence[Memory]:
+        """Of each kind that the engine has beside `kv`. A plan copies what it changes
+        (`Memory.fork`)."""
         ...
 
     @property
@@ -384,7 +361,7 @@ class View(Protocol):
 
     def reserve_of(self, request: Request) -> int:
         """Tokens of `KvState.reserved` for this running request. Negative if it has taken more of
-        what is set aside for another (`Plan.hosts`) than is set aside for itself."""
+        what is set aside for another (`Plan.loans`) than is set aside for itself."""
         ...
 
     def promised(self, request: Request) -> int | None:
@@ -402,26 +379,7 @@ class View(Protocol):
         another of its class anyway. Asked only where `EngineCaps.shared_prefix` holds. O(1)."""
         ...
 
-    def num_kept(self, request: Request) -> int:
-        """Computed tokens of a running request or an unfinished prefill that it finds again when it
-        resumes after a preemption, unless they are evicted: all, or with state slots those up to
-        its last checkpoint. O(1)."""
-        ...
-
     def preemption_gain(self, request: Request) -> int:
         """KV tokens that become free or evictable if this request is preempted, without its
         reserve and without tokens that another running request holds too. O(depth)."""
-        ...
-
-    def window_output(self, request: Request) -> int:
-        """Tokens of output for which memory of `window_kv` is set aside, before what its window
-        returns: all that may come, or the share of it that the engine keeps free."""
-        ...
-
-    def window_reserve_of(self, request: Request) -> int:
-        """Tokens of `WindowKv.reserved` for this running request."""
-        ...
-
-    def window_gain(self, request: Request) -> int:
-        """The same of `window_kv`. Asked only where there is one."""
         ...

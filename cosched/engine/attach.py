@@ -23,7 +23,6 @@ from cosched.engine.lengths import Lengths
 from cosched.engine.observe import IterationObserver
 from cosched.engine.offline_gate import OfflineGate
 from cosched.engine.planner import Planner
-from cosched.engine.port import bidirectional
 from cosched.engine.port.attention import prefills_wait
 from cosched.engine.port.grammar_compilers import take_compilers
 from cosched.engine.ranks import Ranks
@@ -32,7 +31,6 @@ from cosched.engine.startup import describe
 from cosched.engine.timekeeper import Timekeeper
 from cosched.engine.tracked import TrackedRequest, num_cached
 from cosched.engine.waiting import WaitingQueue, WaitingSummary
-from cosched.errors import ConfigError
 from cosched.policies import PolicyEntry, policy_entry
 from cosched.pool.pool import ArrivalQueue, OfflinePool
 from cosched.pool.prefix_pool import PrefixPool
@@ -46,10 +44,7 @@ logger = logging.getLogger(__name__)
 def attach(scheduler: Any, config: Config) -> None:
     """Give it an observer (``cosched_observer``), a gate for offline work (``cosched_offline``), a
     guard against requests on which it fails (``cosched_faults``) and, unless SGLang's own
-    scheduling stays, a controller (``cosched``).
-
-    ConfigError when the policy cannot serve its model.
-    """
+    scheduling stays, a controller (``cosched``)."""
     guard = Guard(is_strict=config.strict)
     observer = IterationObserver(
         scheduler,
@@ -66,11 +61,6 @@ def attach(scheduler: Any, config: Config) -> None:
     take_compilers(scheduler, num_schedulers=port.num_local_schedulers(scheduler))
     if entry.make is None:
         return
-    if config.kv.bidirectional_pages:
-        reason = bidirectional.why_not(scheduler)
-        if reason is not None:
-            raise ConfigError(f"kv.bidirectional_pages cannot be had here: {reason}")
-        bidirectional.share_pages(scheduler)
     port.mix_only_decodes(scheduler)
     if port.parallel().plans:
         logger.info("cosched: %s", describe(config, scheduler.server_args))

@@ -19,7 +19,6 @@ from cosched.core.caps import EngineCaps
 from cosched.core.group import NO_OTHERS
 from cosched.core.plan import Plan, PreemptMode
 from cosched.core.request import LateReason
-from cosched.core.wire import LATE_KEY
 from cosched.engine import port
 from cosched.engine.clock import EngineClock
 from cosched.engine.feature import Feature, Features
@@ -28,7 +27,7 @@ from cosched.engine.group import Group, Microbatches
 from cosched.engine.guard import Guard
 from cosched.engine.iteration import Iteration, Moment, give
 from cosched.engine.observe import IterationObserver
-from cosched.engine.planner import Look, Planner
+from cosched.engine.planner import Planner, Sight
 from cosched.engine.port.building import PrefillPlan, build_prefill
 from cosched.engine.port.partial import split
 from cosched.engine.port.penalties import count_resumed
@@ -41,6 +40,7 @@ from cosched.engine.waiting import WaitingQueue
 from cosched.memory.eviction import Eviction
 from cosched.policies import policy_entry
 from cosched.predict.calibration import Calibrator
+from cosched.wire import LATE_KEY
 
 
 @dataclass(kw_only=True, eq=False)
@@ -116,7 +116,7 @@ class Controller:
         self.due = self._drained(self.plan(running_batch, look), running_batch)
         return self._apply(self.due, running_batch, partial(build, **options))
 
-    def _agree(self, running_batch: Any, *, is_idle: bool) -> Look | None:
+    def _agree(self, running_batch: Any, *, is_idle: bool) -> Sight | None:
         """With other ranks that step together, on what each may plan. None: there are none."""
         if self.group is None:
             return None
@@ -130,7 +130,7 @@ class Controller:
     def plan(
         self,
         running_batch: Any,
-        look: Look | None = None,
+        look: Sight | None = None,
         *,
         instead: Iteration | None = None,
     ) -> Iteration:

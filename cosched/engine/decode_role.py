@@ -17,10 +17,10 @@ from collections.abc import Callable
 from typing import Any
 
 from cosched.core.request import RequestClass
-from cosched.core.wire import class_of_priority
 from cosched.engine import port
 from cosched.engine.controller import Controller
 from cosched.engine.port.partial import split
+from cosched.wire import class_of_priority
 
 
 class DecodeRole:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from cosched.core.tiers import Tier
-from cosched.core.wire import Bounds
 from cosched.engine import port
 from cosched.engine.observe import IterationObserver
+from cosched.wire import Bounds
 
 _MOST_ON_ITS_WAY_S = 10.0
 """Longest time between the HTTP server and the scheduler, tokenization included. A time further

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from cosched.core.estimates import LengthEstimate
-from cosched.core.wire import hint_of_params
 from cosched.engine import port
 from cosched.engine.guard import Guard
 from cosched.engine.tracked import TrackedRequest
 from cosched.predict.length_histogram import Facts
 from cosched.predict.lengths import Belief, LengthConfig, LengthModel
+from cosched.wire import hint_of_params
 
 
 class Lengths:

@@ -13,11 +13,11 @@ from typing import Any
 
 from cosched.core.request import RequestClass
 from cosched.core.view import OfflineLimits
-from cosched.core.wire import class_of_priority
 from cosched.engine import port
 from cosched.engine.port.request import answer_with_error
 from cosched.engine.tracked import TrackedRequest
 from cosched.engine.waiting import WaitingQueue
+from cosched.wire import class_of_priority
 
 _PAUSED = "cosched_offline_paused"
 _MAX_RUNNING = "cosched_offline_max_running"

@@ -25,7 +25,8 @@ from cosched.engine.arguments import (
 from cosched.engine.support import resolved_arguments, why_mixing_is_slow
 from cosched.errors import ConfigError
 from cosched.limits.claims import read_claims
-from cosched.memory.config import EVICTION_ORDERS, KvConfig
+from cosched.memory.config import KvConfig
+from cosched.policies import EVICTION_NAMES
 from cosched.predict.tolerance import TOLERANCE_HELP, TOLERANCE_METAVAR, parse_tolerance
 
 Name = Annotated[str | None, Parameter(metavar="NAME")]
@@ -61,7 +62,7 @@ class ServeOptions:
         Parameter(
             name="--cosched-kv-eviction",
             metavar="NAME",
-            help=f"which KV is evicted first (docs/architecture.md): {', '.join(EVICTION_ORDERS)}; "
+            help=f"which KV is evicted first (docs/architecture.md): {', '.join(EVICTION_NAMES)}; "
             "default: the policy's own, value for most",
         ),
     ] = None

@@ -19,7 +19,7 @@ from cosched.predict.calibration import Calibrator, error_factor
 from cosched.schedule.base import Policy
 
 
-class Look(NamedTuple):
+class Sight(NamedTuple):
     """What a plan is made from."""
 
     view: SchedulerView
@@ -57,7 +57,7 @@ class Planner:
         self._state = policy.initial
         return before
 
-    def look(self, running_batch: Any, *, instead: Iteration | None = None) -> Look:
+    def look(self, running_batch: Any, *, instead: Iteration | None = None) -> Sight:
         """Say to all that depends on time what time it is, and look. instead: as for `plan`."""
         viewed = self._viewed
         now_s = viewed.waiting.clock.now_s()
@@ -72,10 +72,10 @@ class Planner:
         viewed.features.tell(Feature.on_look, view)
         error = viewed.config.predictor_error
         viewed.predictor.error = error_factor(error, viewed.counters.num_plans)
-        return Look(view, Before(self._state, moment))
+        return Sight(view, Before(self._state, moment))
 
     def plan(
-        self, running_batch: Any, look: Look | None, *, instead: Iteration | None = None
+        self, running_batch: Any, look: Sight | None, *, instead: Iteration | None = None
     ) -> Iteration:
         """The next iteration, validated, by the policy or else by the safe rule. look: None: as of
         now. instead: in place of this one, with the state that the policy had before it."""

@@ -12,7 +12,7 @@ from cosched.core.batch import IntArray
 from cosched.core.request import RequestClass
 from cosched.core.view import Decodes, Progress
 from cosched.engine.tracked import TrackedRequest
-from cosched.schedule.ledger import promised_tokens
+from cosched.memory.kv_memory import promised_tokens
 
 
 class RequestColumn:
@@ -28,7 +28,7 @@ class RequestColumn:
     OFFLINE   1: offline
     SPECIAL   1: it has `Traits` of its own
     CERTAIN   1: the engine keeps all of its output free
-    GUEST     1: it grows into KV that is set aside for another
+    BORROWS   1: it grows into KV that is set aside for another
     ARRIVAL   its `arrival_seq`
     GAIN      tokens of the radix tree that it alone holds; `NONE`: not looked up
     UNTIL     output at which its length is estimated again
@@ -44,7 +44,7 @@ class RequestColumn:
     OFFLINE = 5
     SPECIAL = 6
     CERTAIN = 7
-    GUEST = 8
+    BORROWS = 8
     ARRIVAL = 9
     GAIN = 10
     UNTIL = 11
@@ -161,7 +161,7 @@ class Running:
 
     @cached_property
     def promised(self) -> int:
-        """KV tokens kept for what plans have promised, less what guests have taken of it."""
+        """KV tokens kept for what plans have promised, less what others have borrowed of it."""
         if not self._num_promised:
             return 0
         columns = self.columns
@@ -173,18 +173,18 @@ class Running:
 
     @property
     def taken(self) -> Mapping[str, int]:
-        """rid of a guest -> KV tokens that it has taken of what its host was promised."""
+        """rid of a borrower -> KV tokens that it has taken of what its lender was promised."""
         return self._loans[0]
 
     @property
     def lent(self) -> Mapping[str, int]:
-        """rid of its host -> rids of all its guests."""
+        """rid of its lender -> KV tokens that all its borrowers have taken."""
         return self._loans[1]
 
     @cached_property
     def _loans(self) -> tuple[Mapping[str, int], Mapping[str, int]]:
-        guests = self.columns[RequestColumn.GUEST].nonzero()[0].tolist()
-        return _loans([self.everyone[place] for place in guests], self.everyone)
+        places = self.columns[RequestColumn.BORROWS].nonzero()[0].tolist()
+        return _loans([self.everyone[place] for place in places], self.everyone)
 
     @property
     def next_step(self) -> int:
@@ -243,30 +243,30 @@ class _Owners(Sequence[TrackedRequest]):
 
 
 def _loans(
-    guests: Sequence[TrackedRequest], everyone: Sequence[TrackedRequest]
+    borrowers: Sequence[TrackedRequest], everyone: Sequence[TrackedRequest]
 ) -> tuple[Mapping[str, int], Mapping[str, int]]:
-    """KV tokens that guests have taken of what their hosts were promised, by guest and by host. A
-    guest takes no more than its host has left; without its host nothing counts."""
+    """KV tokens that borrowers have taken of what their lenders were promised, by borrower and by
+    lender. No more than the lender has left; without the lender nothing counts."""
     taken: dict[str, int] = {}
     lent: dict[str, int] = {}
-    if guests:
+    if borrowers:
         here = {tracked.rid for tracked in everyone}
-        for guest in guests:
-            host = guest.host
-            if host is None or host.promised is None or host.rid not in here:
+        for tracked in borrowers:
+            lender = tracked.lender
+            if lender is None or lender.promised is None or lender.rid not in here:
                 continue
-            assert guest.promised is not None, f"{guest.rid=}"
-            left = host.promised - host.num_output_tokens - lent.get(host.rid, 0)
-            num_taken = max(min(guest.num_output_tokens - guest.promised, left), 0)
-            taken[guest.rid] = num_taken
-            lent[host.rid] = lent.get(host.rid, 0) + num_taken
+            assert tracked.promised is not None, f"{tracked.rid=}"
+            left = lender.promised - lender.num_output_tokens - lent.get(lender.rid, 0)
+            num_taken = max(min(tracked.num_output_tokens - tracked.promised, left), 0)
+            taken[tracked.rid] = num_taken
+            lent[lender.rid] = lent.get(lender.rid, 0) + num_taken
     return taken, lent
 
 
-def taken_by_guests(everyone: Sequence[TrackedRequest]) -> Mapping[str, int]:
-    """Of running requests: rid of a guest -> KV tokens that it has taken of what its host was
-    promised (`Plan.hosts`)."""
-    return _loans([tracked for tracked in everyone if tracked.is_hosted], everyone)[0]
+def borrowed_by(everyone: Sequence[TrackedRequest]) -> Mapping[str, int]:
+    """Of running requests: rid of a borrower -> KV tokens that it has taken of what its lender was
+    promised (`Plan.loans`)."""
+    return _loans([tracked for tracked in everyone if tracked.loan is not None], everyone)[0]
 
 
 def own_tokens(

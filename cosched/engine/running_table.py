@@ -17,7 +17,7 @@ from cosched.core.request import PLAIN, RequestClass
 from cosched.core.view import Outlook
 from cosched.engine import port
 from cosched.engine.lengths import Lengths
-from cosched.engine.running import NONE, RequestColumn, Running, RunningRows, taken_by_guests
+from cosched.engine.running import NONE, RequestColumn, Running, RunningRows, borrowed_by
 from cosched.engine.tracked import TrackedRequest
 from cosched.engine.tree_core import KvTreeCore
 from cosched.predict.lengths import NUM_ENDS
@@ -68,8 +68,8 @@ class RunningTable:
         self._num_shifts = NONE
         self._estimates = False
         """Whether the policy asks how long requests will run (`outlook`): most do not."""
-        self._has_guests = False
-        """A plan has had guests: with most policies none has, and nothing looks for them."""
+        self._lends = False
+        """A plan has had loans: with most policies none has, and nothing looks for them."""
 
     def forget(self, request: TrackedRequest) -> None:
         """Read it again if it runs: a plan has set KV aside for it, for instance."""
@@ -116,11 +116,11 @@ class RunningTable:
         batch: Any,
         unfinished: Any | None,
     ) -> Mapping[str, int]:
-        """Remember what a plan sets aside, and which requests grow into what is set aside for
-        another. Returns, where the plan prefills, the rid of each running guest -> KV tokens that
-        it has taken of what its host was promised. waiting: the request of an id, if it waits."""
+        """Remember what a plan sets aside, and which requests borrow of it. Returns, where the plan
+        prefills, the rid of each running borrower -> KV tokens that it has taken of what its lender
+        was promised. waiting: the request of an id, if it waits."""
         running: dict[str, TrackedRequest] = {}
-        if plan.hosts or any(waiting(rid) is None for rid in plan.promise):
+        if plan.loans or any(waiting(rid) is None for rid in plan.promise):
             running = {req.rid: req.cosched for req in batch.reqs}
             if unfinished is not None:
                 running[unfinished.rid] = unfinished.cosched
@@ -129,15 +129,15 @@ class RunningTable:
             if tracked is not None:  # else it ended while the results were drained
                 tracked.promise(num_tokens)
                 self.forget(tracked)
-        for rid, hosting in plan.hosts.items():
-            guest, host = running.get(rid), running.get(hosting.host)
-            if guest is not None and host is not None:
-                guest.grow_into(host)
-                self.forget(guest)
-                self._has_guests = True
-        if not plan.prefill or not self._has_guests:
+        for rid, loan in plan.loans.items():
+            borrower, lender = running.get(rid), running.get(loan.lender)
+            if borrower is not None and lender is not None:
+                borrower.borrow(lender)
+                self.forget(borrower)
+                self._lends = True
+        if not plan.prefill or not self._lends:
             return {}
-        return taken_by_guests([req.cosched for req in batch.reqs])
+        return borrowed_by([req.cosched for req in batch.reqs])
 
     def follow(self, batch: Any, elsewhere: Iterable[port.Elsewhere] = ()) -> Running:
         """The requests of a running batch, and `elsewhere`, that have not ended. O(1) for each new
@@ -213,7 +213,7 @@ class RunningTable:
             tracked.request_class is RequestClass.OFFLINE,
             tracked.traits is not PLAIN,
             tracked.reserves_all,
-            tracked.is_hosted,
+            tracked.loan is not None,
             tracked.arrival_seq,
             NONE,
         )

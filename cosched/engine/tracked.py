@@ -10,7 +10,10 @@ from typing import Any
 from cosched.core.request import PLAIN, LateReason, RequestClass, Slo, Traits
 from cosched.core.shares import share_path
 from cosched.core.tiers import Tier, tier_rank, with_targets
-from cosched.core.wire import (
+from cosched.engine import port
+from cosched.predict.account import Payer
+from cosched.predict.lengths import Belief
+from cosched.wire import (
     BEHIND_KEY,
     NAME_KEY,
     OWNER_KEY,
@@ -20,9 +23,6 @@ from cosched.core.wire import (
     server_params,
     slo_of_params,
 )
-from cosched.engine import port
-from cosched.predict.account import Payer
-from cosched.predict.lengths import Belief
 
 _UNBOUNDED = Bounds()
 
@@ -35,17 +35,16 @@ class TrackedRequest:
     """
 
     __slots__ = (
-        "_host",
         "arrival_s",
         "arrival_seq",
         "device_s",
         "first_token_s",
         "has_penalties",
         "is_ended",
-        "is_hosted",
         "last_token_s",
         "late",
         "length",
+        "loan",
         "max_new_tokens",
         "num_behind",
         "num_penalized",
@@ -113,10 +112,9 @@ class TrackedRequest:
         self.promised: int | None = None
         """Output tokens, generated ones included, for which a plan has set KV aside; None: none
         has."""
-        self.is_hosted = False
-        """A plan made it a guest, and no plan has set KV aside for it since."""
-        self._host: tuple[TrackedRequest, int] | None = None
-        """Its host, and the number of preemptions of both at that time."""
+        self.loan: tuple[TrackedRequest, int] | None = None
+        """Into whose promised KV it grows, and the number of preemptions of both at that time;
+        None: no plan says so, or another has set KV aside for it since."""
         self.has_penalties = port.has_penalties(req)
         self.num_queued_tokens = 0
         """Its length when it was last queued, part of the queue's total."""
@@ -164,21 +162,21 @@ class TrackedRequest:
     def promise(self, num_tokens: int) -> None:
         """A plan sets KV aside for `num_tokens` output tokens, generated ones included."""
         self.promised = num_tokens
-        self.is_hosted, self._host = False, None
+        self.loan = None
 
-    def grow_into(self, host: TrackedRequest) -> None:
+    def borrow(self, lender: TrackedRequest) -> None:
         """What it generates from now on takes KV that is promised to another one."""
         self.promised = self.num_output_tokens
-        self.is_hosted, self._host = True, (host, self.num_preemptions + host.num_preemptions)
+        self.loan = lender, self.num_preemptions + lender.num_preemptions
 
     @property
-    def host(self) -> TrackedRequest | None:
+    def lender(self) -> TrackedRequest | None:
         """The request into whose promised KV it grows beyond its own promise; None: there is none,
         or either has been preempted since."""
-        if self._host is None:
+        if self.loan is None:
             return None
-        host, num_stops = self._host
-        return host if self.num_preemptions + host.num_preemptions == num_stops else None
+        lender, num_stops = self.loan
+        return lender if self.num_preemptions + lender.num_preemptions == num_stops else None
 
     @property
     def token_ids(self) -> Sequence[int]:

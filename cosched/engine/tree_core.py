@@ -28,11 +28,11 @@ from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import (
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from cosched.core.request import RequestClass
-from cosched.core.wire import class_of_priority
 from cosched.engine.kv_readers import KvReaders
 from cosched.memory.eviction import Eviction, Leaves
 from cosched.memory.node import KvNode, Visit
 from cosched.memory.occupancy import LIKELY
+from cosched.wire import class_of_priority
 
 FULL = ComponentType.FULL
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -13,7 +12,8 @@ import numpy as np
 from cosched.core.caps import EngineCaps
 from cosched.core.estimates import LengthEstimate, Predictor
 from cosched.core.group import NO_OTHERS, OtherRanks
-from cosched.core.kv_state import KvState, Match, StateSlots, WindowKv
+from cosched.core.kv_state import KvState, Match
+from cosched.core.memories import Memory
 from cosched.core.plan import SkipReason
 from cosched.core.request import Request, RequestClass
 from cosched.core.view import (
@@ -37,8 +37,8 @@ from cosched.engine.running import Running, own_tokens
 from cosched.engine.running_table import RunningTable
 from cosched.engine.tracked import TrackedRequest
 from cosched.engine.waiting import WaitingQueue
+from cosched.memory.kv_memory import promised_tokens
 from cosched.predict.calibration import Calibrator
-from cosched.schedule.ledger import promised_tokens
 
 _NOTHING = Match(cached=0, evictable=0)
 
@@ -225,33 +225,17 @@ class SchedulerView:
             + running.promised,
             promised=running.promised,
             next_step=running.next_step,
-            host_free=port.host_free(scheduler),
             shared_offline=0 if self._kv is None else self._kv.core.num_held_offline,
             kept=0 if self._kv is None else self._kv.online_reservation,
         )
 
     @cached_property
-    def states(self) -> StateSlots | None:
-        return port.slots_of(self._sources.scheduler) if self.caps.states_per_request else None
+    def memories(self) -> Sequence[Memory]:
+        return port.memories_of(self._sources.scheduler, self)
 
-    @cached_property
-    def window_kv(self) -> WindowKv | None:
-        if self.caps.window_tokens is None:
-            return None
-        reserved = int(np.add.reduce(self._window_reserves))
-        return port.window_kv(self._sources.scheduler, reserved=reserved)
-
-    @cached_property
-    def _window_reserves(self) -> Any:
-        """Of each running request: its `window_output`, until it returns as much as it takes."""
-        caps = self.caps
-        assert caps.window_tokens is not None
-        num_left, is_certain = self._running.output_left()
-        num_left = np.clip(num_left, 0, caps.max_reserved_tokens)
-        output = np.where(is_certain, num_left, np.ceil(num_left * self._reserve_ratio))
-        held = [port.num_own_in_window(request.req) for request in self.running]
-        left = np.maximum(caps.window_tokens + caps.window_slack - np.array(held, int), 0)
-        return np.minimum(output, left)
+    def output_left(self) -> tuple[Any, Any]:
+        """As `port.memory_kinds.EngineView`."""
+        return self._running.output_left()
 
     @cached_property
     def free_slots(self) -> int:
@@ -301,12 +285,12 @@ class SchedulerView:
             return _NOTHING
         if self._kv is None and port.searches_host(self._sources.scheduler):
             found = port.find(tree, req)
-            held = port.evictable_at(tree, found.node)
+            held = port.taken_at(tree, found)
             return Match(
                 cached=found.num_device + found.num_host,
                 evictable=held.kv,
-                host=found.num_host,
-                in_window=held.in_window + found.num_host_window,
+                to_load=found.num_host,
+                others=held.others,
             )
         found_here = port.peek(tree, req)
         num_tokens, node, num_pinned = found_here
@@ -321,8 +305,8 @@ class SchedulerView:
         return Match(
             cached=num_tokens + host,
             evictable=num_evictable,
-            host=host,
-            in_window=port.window_at(tree, found_here),
+            to_load=host,
+            others=port.others_at(tree, found_here),
         )
 
     def num_common(self, request: Request, other: Request, least: int) -> int:
@@ -340,37 +324,15 @@ class SchedulerView:
             self._shared[request.request_class] = shared
         return shared.get(request, 0)
 
-    def num_kept(self, request: Request) -> int:
-        if not self.caps.states_per_request:
-            return request.num_computed_tokens
-        return port.num_kept(_req(request))
-
     def preemption_gain(self, request: Request) -> int:
-        return self._gain_of(request).kv
+        return self.gain_of(request).kv
 
-    @cached_property
-    def _reserve_ratio(self) -> float:
-        return port.reserve_ratio(self._sources.scheduler)
-
-    def window_output(self, request: Request) -> int:
-        assert isinstance(request, TrackedRequest), f"{type(request)=}"
-        num_left = max(request.max_new_tokens - request.num_output_tokens, 0)
-        num_left = min(num_left, self.caps.max_reserved_tokens)
-        return num_left if request.reserves_all else math.ceil(num_left * self._reserve_ratio)
-
-    def window_reserve_of(self, request: Request) -> int:
-        place = next(n for n, running in enumerate(self.running) if running is request)
-        return int(self._window_reserves[place])
-
-    def window_gain(self, request: Request) -> int:
-        return self._gain_of(request).in_window
-
-    def _gain_of(self, request: Request) -> port.Tokens:
-        """Cached."""
+    def gain_of(self, request: Request) -> port.Tokens:
+        """As `port.memory_kinds.EngineView`."""
         gain = self._gains.get(request)
         if gain is None:
             req = _req(request)
-            if self._kv is None or self.caps.window_tokens is not None:
+            if self._kv is None or not port.has_one_pool(self._sources.scheduler):
                 gain = port.gain_of_stopping(self._sources.scheduler.tree_cache, req)
             else:
                 (shared,) = self._kv.core.gains_of_release((port.last_node(req),))

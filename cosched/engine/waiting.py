@@ -17,7 +17,6 @@ from sortedcontainers import SortedList
 
 from cosched.core.request import RequestClass, num_tokens_of
 from cosched.core.view import OfflineLimits
-from cosched.core.wire import class_of_priority
 from cosched.engine import port
 from cosched.engine.clock import Clock
 from cosched.engine.feature import Feature, Features
@@ -25,6 +24,7 @@ from cosched.engine.guard import Guard
 from cosched.engine.intake import Intake
 from cosched.engine.tracked import TrackedRequest
 from cosched.pool.pool import ArrivalQueue, OfflinePool
+from cosched.wire import class_of_priority
 
 
 class WaitingQueue:

@@ -54,7 +54,7 @@ from cosched.lab.suite_file import (
     read_suite,
     suite_names,
 )
-from cosched.memory.config import EVICTION_ORDERS
+from cosched.policies import EVICTION_NAMES
 from cosched.versions import versions
 
 RUN_COLUMNS = (
@@ -249,7 +249,7 @@ class StaleResultsError(CoschedError):
 @app.command(
     help_epilogue="Settings:\n\n"
     + "\n".join(f"* {name}: {entry.summary}" for name, entry in SETTINGS.items())
-    + f"\n\nOrders of eviction: {', '.join(EVICTION_ORDERS)}."
+    + f"\n\nOrders of eviction: {', '.join(EVICTION_NAMES)}."
 )
 @dataclass(kw_only=True)
 class Run(_Simulations):

@@ -28,10 +28,10 @@ from cyclopts import Parameter
 from platformdirs import user_cache_path
 
 from cosched.cli import new_app, run
-from cosched.core.wire import MAX_TOKENS_KEY
 from cosched.errors import ConfigError, choices
 from cosched.files import DEMO_MODEL_STAMP
 from cosched.lab.demo_corpus import demo_corpus
+from cosched.wire import MAX_TOKENS_KEY
 
 if TYPE_CHECKING:
     import torch

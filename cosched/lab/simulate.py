@@ -43,11 +43,11 @@ from cosched.lab.simulation.run import RunResult, execute
 from cosched.lab.simulation.run_spec import RunSpec
 from cosched.lab.simulation.search import CAPACITIES, search
 from cosched.lab.simulation.setting import Setting, with_eviction
-from cosched.memory.config import ENGINE_ORDERS, EVICTION_ORDERS
-from cosched.policies import policy_entry, without_tolerance
+from cosched.memory.config import ENGINE_ORDERS
+from cosched.policies import EVICTION_NAMES, policy_entry, without_tolerance
 
 _ORDERS = (
-    f"which KV is evicted first: {', '.join(EVICTION_ORDERS)} (docs/architecture.md); with stock "
+    f"which KV is evicted first: {', '.join(EVICTION_NAMES)} (docs/architecture.md); with stock "
     f"scheduling {', '.join(ENGINE_ORDERS)}; default: kv.eviction of --cosched-config, or the "
     "policy's own, value for most; with stock scheduling SGLang's"
 )

@@ -1,7 +1,7 @@
 """The key ``claims`` of ``COSCHED_CONFIG``: what clients may ask for (docs/api.md).
 
 Bounds of targets, signs that are ignored, and limits per API key. What clients can ask for is in
-`cosched.core.wire`.
+`cosched.wire`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import msgspec
 
 from cosched.core.request import RequestClass, Slo
 from cosched.core.tiers import Tier, allowed_tier, tier_rank
-from cosched.core.wire import (
+from cosched.errors import ConfigError, LimitError, RequestError, choices
+from cosched.wire import (
     SIGNS,
     SLO_FIELDS,
     Bounds,
@@ -27,7 +28,6 @@ from cosched.core.wire import (
     parse_slo,
     priority_for,
 )
-from cosched.errors import ConfigError, LimitError, RequestError, choices
 
 ANY_KEY = "*"
 """In ``keys``: every key without an entry of its own, and requests without one."""

@@ -4,17 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from cosched.errors import ConfigError, choices
-from cosched.memory.eviction import ORDERS
+from cosched.errors import ConfigError
 
 ENGINE_ORDERS = ("lru", "slru", "priority")
-"""SGLang's own, by its names (``--radix-eviction-policy``)."""
-
-EVICTION_ORDERS = (*ORDERS, *ENGINE_ORDERS)
-"""All."""
-
-
-RESERVATIONS = ("cosched", "echo")
+"""SGLang's own, by its names (``--radix-eviction-policy``). All: `cosched.policies`."""
 
 
 class KvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -49,12 +42,6 @@ class KvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     bidirectional_pages: bool = False
 
     def __post_init__(self) -> None:
-        if self.eviction is not None and self.eviction not in EVICTION_ORDERS:
-            names = choices(EVICTION_ORDERS)
-            raise ConfigError(f"kv.eviction {self.eviction!r} is unknown: {names}")
-        if self.reservation not in RESERVATIONS:
-            names = choices(RESERVATIONS)
-            raise ConfigError(f"kv.reservation {self.reservation!r} is unknown: {names}")
         for name in ("deviations", "late_weight"):
             value = getattr(self, name)
             if not 0 <= value < float("inf"):
@@ -74,4 +61,4 @@ class KvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """The order is cosched's, and not the engine's. Of a configuration that names one
         (`cosched.config.Config.named_kv`)."""
         assert self.eviction is not None, "no order is named"
-        return self.eviction in ORDERS
+        return self.eviction not in ENGINE_ORDERS

@@ -10,6 +10,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from typing import Protocol
+
+_MAX_RESERVED = 0.75
+"""Of the memory beyond the present demand, most that is kept for its growth."""
 
 
 class OnlineDemand:
@@ -46,7 +50,26 @@ class OnlineDemand:
         variance = max(self._squares / count - mean * mean, 0.0)
         return round(mean + self._deviations * math.sqrt(variance))
 
-    @property
-    def reserve(self) -> int:
-        """Tokens to keep: the threshold, and at least the demand of now."""
-        return max(self.now, self.threshold)
+
+class Reservation(Protocol):
+    """How much of the memory is kept.
+
+    counts_returning  the demand has contexts that are expected back
+    """
+
+    counts_returning: bool
+
+    def tokens(self, demand: OnlineDemand, total: int) -> int:
+        """Of `total` ones."""
+        ...
+
+
+class DemandReservation:
+    """The threshold, and at least the demand of now."""
+
+    counts_returning = True
+
+    def tokens(self, demand: OnlineDemand, total: int) -> int:
+        now = min(demand.now, total)  # it counts contexts that may come back: more than fits
+        most = now + int(_MAX_RESERVED * (total - now))
+        return min(max(demand.now, demand.threshold), most)

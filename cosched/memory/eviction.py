@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Literal, NamedTuple, Protocol
 
 from sortedcontainers import SortedList
@@ -28,21 +28,6 @@ class EvictionOrder(Protocol):
         ...
 
     def next_change_s(self, node: KvNode, now_s: float) -> float: ...
-
-
-class EchoOrder:
-    """Echo §4.2: offline KV with future references, by their number, above finished online KV
-    (0.5), above offline KV without (0). Running requests hold theirs."""
-
-    def __init__(self, value: KvValue) -> None:
-        pass
-
-    def __call__(self, node: KvNode, now_s: float) -> float:
-        references = node.passing + sum(node.stops.values())
-        return float(references) if references else 0.5 * node.is_online
-
-    def next_change_s(self, node: KvNode, now_s: float) -> float:
-        return math.inf
 
 
 class ValueOrder:
@@ -78,12 +63,6 @@ class LeastRecentlyUsed:
 
     def next_change_s(self, node: KvNode, now_s: float) -> float:
         return math.inf
-
-
-ORDERS: Mapping[str, type[ValueOrder] | type[EchoOrder]] = {
-    "value": ValueOrder,
-    "echo": EchoOrder,
-}
 
 
 class Eviction(NamedTuple):

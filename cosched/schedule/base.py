@@ -37,14 +37,13 @@ class Budgets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     ttft_aim       share of the TTFT target that plans use for prefills; the rest is for errors of
                    the predictor
     burst          most iteration time with offline work in it beside online requests [TPOT targets]
-    idle_share     most iteration time without online requests; for `cosched` and `bros` of any
-                   iteration with offline work [TTFT targets]
+    idle_share     most iteration time without online requests; for most policies of any iteration
+                   with offline work [TTFT targets]
     crowded_share  share of the KV memory that online requests may hold before iterations with
                    offline work get shorter
     late_bound     wait after which `cosched` starts a late online request before all others [TTFT
                    targets]
     chat_pace      share of the batch's speed that `cosched` gives for the pace of chat; 0: none
-    token_group    tokens that are due together (BROS §4.1)
     """
 
     aim: float = 0.995
@@ -54,7 +53,6 @@ class Budgets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     crowded_share: float = 0.2
     late_bound: float = 120.0
     chat_pace: float = 0.02
-    token_group: int = 1
 
     def __post_init__(self) -> None:
         for name, most in (("aim", 1.0), ("ttft_aim", 1.0), ("burst", 100.0), ("idle_share", 1.0)):
@@ -67,8 +65,6 @@ class Budgets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                 raise ConfigError(f"{name} {value} is not from 0 to below 1")
         if not 0 < self.late_bound < float("inf"):
             raise ConfigError(f"late_bound {self.late_bound} is not a positive number")
-        if self.token_group < 1:
-            raise ConfigError(f"token_group {self.token_group} is below 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,10 +12,10 @@ import numpy as np
 
 from cosched.core.batch import IntArray
 from cosched.core.kv_state import Match
-from cosched.core.plan import Hosting, Plan, Preemption, PreemptMode, SkipReason
+from cosched.core.plan import Loan, Plan, Preemption, PreemptMode, SkipReason
 from cosched.core.request import LateReason, Request, RequestClass, num_tokens_of
 from cosched.core.view import Decodes, View
-from cosched.schedule.forecast import KvForecast
+from cosched.memory.kv_forecast import KvForecast
 from cosched.schedule.ledger import Ledger
 from cosched.schedule.preemption import preempt_mode
 
@@ -54,7 +54,7 @@ class PlanBuilder:
         """rid -> prompt tokens to compute."""
         self.paused: set[str] = set()
         self.skipped: dict[str, SkipReason] = {}
-        self.hosts: dict[str, Hosting] = {}
+        self.loans: dict[str, Loan] = {}
         self._preempted: dict[str, Preemption] = {}
         self._left: dict[RequestClass, Decodes] = {}
         """Of each class, those that are not preempted; once they are asked for."""
@@ -71,7 +71,7 @@ class PlanBuilder:
         other.prefill = self.prefill.copy()
         other.paused = self.paused.copy()
         other.skipped = self.skipped.copy()
-        other.hosts = self.hosts.copy()
+        other.loans = self.loans.copy()
         other._preempted, other._left = self._preempted.copy(), self._left.copy()
         other.counts_all_decodes = self.counts_all_decodes
         return other
@@ -177,7 +177,7 @@ class PlanBuilder:
                 reason = SkipReason.LATENCY_BUDGET  # fewer than a page, or than one in a piece
             self.skip(request, reason)
             return False
-        num_tokens = ledger.chunk(request, match.cached, at_most=at_most, num_loaded=match.host)
+        num_tokens = ledger.chunk(request, match, at_most=at_most)
         ledger.charge_admission(request, match, num_tokens)
         self.prefill[request.rid] = num_tokens
         self.skipped.pop(request.rid, None)
@@ -266,9 +266,9 @@ class PlanBuilder:
             mode = self._stop or preempt_mode(self.view, request)
         if request.rid in self.paused:
             self._resume(request)
-        self.hosts.pop(request.rid, None)
-        for guest in [rid for rid, h in self.hosts.items() if h.host == request.rid]:
-            del self.hosts[guest]
+        self.loans.pop(request.rid, None)
+        for rid in [rid for rid, loan in self.loans.items() if loan.lender == request.rid]:
+            del self.loans[rid]
         self._preempted[request.rid] = Preemption(rid=request.rid, mode=mode)
         self._left.clear()
         self.ledger.refund_preemption(request)
@@ -300,15 +300,15 @@ class PlanBuilder:
 
     def promise(self, request: Request, num_tokens: int) -> None:
         """Set KV aside for `num_tokens` output tokens of a request, generated ones included, in
-        place of the engine's rule and of an earlier promise. A guest loses its host."""
-        self.hosts.pop(request.rid, None)
-        self.ledger.promise(request, num_tokens)
+        place of the engine's rule and of an earlier promise. A loan ends."""
+        self.loans.pop(request.rid, None)
+        self.ledger.kv.promise(request, num_tokens)
 
-    def host(self, guest: Request, host: Request, offset: int) -> None:
+    def borrow(self, request: Request, lender: Request, offset: int) -> None:
         """Let a running request grow into the KV that is set aside for another one, until that has
-        `offset` output tokens (`Plan.hosts`). The guest's own promise ends."""
-        self.promise(guest, guest.num_output_tokens)
-        self.hosts[guest.rid] = Hosting(host=host.rid, offset=offset)
+        `offset` output tokens (`Plan.loans`). Its own promise ends."""
+        self.promise(request, request.num_output_tokens)
+        self.loans[request.rid] = Loan(lender=lender.rid, offset=offset)
 
     def preempt_unfinished(self) -> None:
         """Preempt unfinished prefills that do not continue; if one cannot be preempted nothing is
@@ -338,8 +338,8 @@ class PlanBuilder:
             or mixes(self.view, self.ledger, self.paused | preempted.keys()),
             preempt=tuple(preempted.values()),
             paused=frozenset(self.paused),
-            promise={r: n for r, n in self.ledger.promises.items() if r not in self.hosts},
-            hosts=self.hosts,
+            promise={r: n for r, n in self.ledger.kv.promises.items() if r not in self.loans},
+            loans=self.loans,
             late={} if late is None else late,
             skipped=self.skipped,
             limits={} if limits is None else limits,

@@ -69,7 +69,7 @@ def admit_best(
     With a forecast of memory (own) an urgent request takes the place of others, and those behind
     one that lacks memory may be admitted before it: a forecast that is wrong makes a few wait, not
     all."""
-    if builder.ledger.has_forecast:
+    if builder.ledger.kv.has_forecast:
         _make_way_for_urgent(builder, pace, order)
     search = _Search(builder, pace, order)
     benefit = _benefit(builder)
@@ -146,7 +146,7 @@ class _Search:
         self._builder = builder
         self._pace = pace
         self._order = order
-        self._num_left = _MOST_PASSED if builder.ledger.has_forecast else 0
+        self._num_left = _MOST_PASSED if builder.ledger.kv.has_forecast else 0
         self._known: dict[str, Candidate | None] = {}  # None: refused
 
     def refuse(self, request: Request) -> None:
@@ -186,7 +186,7 @@ class _Search:
         lacking = lacking[: self._num_left]
         self._num_left -= len(lacking)
         if lacking and len(refused) == 1 and (view.running or view.unfinished):
-            builder.ledger.set_aside(refused[0], view.match(refused[0]))
+            builder.ledger.kv.set_aside(refused[0], view.match(refused[0]))
         for request in lacking:
             self._order.pass_over(request)
         return bool(lacking)
@@ -203,7 +203,7 @@ class _Search:
         if reason is not None:
             builder.skip(request, reason)
             return None
-        num_new = ledger.chunk(request, match.cached, at_most=at_most, num_loaded=match.host)
+        num_new = ledger.chunk(request, match, at_most=at_most)
         return Candidate(
             request=request,
             bucket=bucket,
@@ -226,7 +226,7 @@ def punishments(builder: PlanBuilder, fitting: Sequence[Candidate]) -> list[int]
         request, match, ledger = candidate.request, candidate.match, builder.ledger
         num_lost = 0
         of_others = reusable - reusable_of[candidate.bucket]
-        if of_others and not ledger.fits(request, match, spare=of_others):
-            num_lost = min(of_others + ledger.shortfall(request, match), of_others)
+        if of_others and not ledger.kv.fits(request, match, spare=of_others):
+            num_lost = min(of_others + ledger.kv.shortfall(request, match), of_others)
         lost.append(num_lost)
     return lost

@@ -53,6 +53,7 @@ from cosched.core.group import NO_OTHERS, RankNeeds
 from cosched.core.plan import EMPTY_PLAN, Plan, SkipReason
 from cosched.core.request import Request, RequestClass, num_tokens_of
 from cosched.core.view import OfflineOrder, View
+from cosched.memory.kv_forecast import KvForecast
 from cosched.schedule.base import PolicySettings
 from cosched.schedule.builder import PlanBuilder
 from cosched.schedule.candidates import (
@@ -64,7 +65,6 @@ from cosched.schedule.candidates import (
 from cosched.schedule.chat_pace import Course, paced_s
 from cosched.schedule.deadlines import Deadlines, PrefillSlacks, online_prefills
 from cosched.schedule.following import LEAST_SHARED
-from cosched.schedule.forecast import KvForecast
 from cosched.schedule.online_order import (
     LATE_TURN,
     OnlineOrder,
@@ -113,6 +113,25 @@ class Past(msgspec.Struct, frozen=True, kw_only=True):
     course: Course = Course()
     spent: Spent = Spent()
     idle_s: float = 0.0
+
+
+class Look(NamedTuple):
+    """What a plan begins with, and what a rank needs of an iteration.
+
+    served     tiers, in order
+    orders     of online requests without a first token: of each tier
+    order      of all
+    prefills   their slack
+    offline_s  most time of an iteration with offline work [s]
+    """
+
+    builder: PlanBuilder
+    deadlines: Deadlines
+    served: Sequence[int]
+    orders: Sequence[OnlineOrder]
+    order: OnlineOrder
+    prefills: PrefillSlacks
+    offline_s: float
 
 
 class _TierOrder(NamedTuple):
@@ -177,36 +196,23 @@ class CoschedPolicy:
     def plan(self, view: View, state: Past) -> tuple[Plan, Past]:
         if self._is_settled(view):
             return EMPTY_PLAN, state
-        options = self._options
-        ranks = served = tiers_in_order(self._settings.tiers, state.credits)
-        while True:
-            builder = PlanBuilder(
-                view,
-                forecast=KvForecast(view) if options.timeline and view.caps.promises else None,
-                tiers=served if self._settings.tiers else None,
-            )
-            deadlines, orders = self._look(builder, served)
-            late = first_late(builder, deadlines, orders, served)
-            if late is None:
-                break
-            served = served[: late + 1]  # the others are set aside
+        look = self._look(view, state)
+        builder, order = look.builder, look.order
         tiers = [
-            _TierOrder(order, self._late_first(order, state.turns[rank], view, deadlines))
-            for rank, order in zip(served, orders, strict=True)
+            _TierOrder(one, self._late_first(one, state.turns[rank], view, look.deadlines))
+            for rank, one in zip(look.served, look.orders, strict=True)
         ]
         _make_way(builder, tiers)
-        order = merged(orders)
-        prefills = deadlines.prefill_slacks(order.due)
-        offline_s = self._offline_s(deadlines, prefills, view)
-        budget = self._time_budget(deadlines, prefills, order, view, offline_s)
-        if options.paced and self._may_pace(view):
+        budget = self._time_budget(look)
+        if self._options.paced and self._may_pace(view):
             cost = self._settings.budgets.chat_pace
             budget.paced = partial(_paced, builder, state.course, cost)
         elif (headroom := view.tolerance_headroom) is not None and headroom.tpot is not None:
             budget.paced = partial(tolerated, builder, state.spent, headroom.tpot)
         turn = Turn(alone=False)
-        if options.turns:
-            turn = next_turn(builder, deadlines, order, offline_s=offline_s, idle_s=state.idle_s)
+        if self._options.turns:
+            offline_s, idle_s = look.offline_s, state.idle_s
+            turn = next_turn(builder, look.deadlines, order, offline_s=offline_s, idle_s=idle_s)
         unfinished = {request.rid for request in view.unfinished}
         left_out = [r for r in online_prefills(view) if builder.is_aside(r)]
         two_phases(
@@ -222,8 +228,9 @@ class CoschedPolicy:
         plan = builder.build(limits=budget.limits(), late=order.newly_late)
         begun = plan.prefill.keys() - unfinished
         turns = [*state.turns]
-        for rank, one in zip(served, tiers, strict=True):
+        for rank, one in zip(look.served, tiers, strict=True):
             turns[rank] = one.turn_after(state.turns[rank], plan.prefill, begun)
+        ranks = tiers_in_order(self._settings.tiers, state.credits)
         return plan, Past(
             turns=tuple(turns),
             credits=next_credits(self._settings.tiers, state.credits, ranks, builder),
@@ -239,10 +246,50 @@ class CoschedPolicy:
             return False
         if self._settings.tiers or view.tolerance_headroom is not None or view.others != NO_OTHERS:
             return False
-        if view.states is not None or view.window_kv is not None or any(True for _ in view.online):
+        if any(True for _ in view.online) or view.kv.next_step > view.kv.free:
             return False
-        kv = view.kv
-        return kv.next_step <= kv.free
+        return all(memory.can_decode() for memory in view.memories)
+
+    def needs(self, view: View) -> RankNeeds:
+        if not self._options.agrees:
+            return RankNeeds()
+        look = self._look_at(
+            PlanBuilder(view), tiers_in_order(self._settings.tiers, self.initial.credits)
+        )
+        return look.deadlines.needs(self._time_budget(look))
+
+    def _look(self, view: View, state: Past) -> Look:
+        """Where a request of a tier would miss a target, again without lower tiers."""
+        served = tiers_in_order(self._settings.tiers, state.credits)
+        while True:
+            builder = PlanBuilder(
+                view,
+                forecast=KvForecast(view)
+                if self._options.timeline and view.caps.promises
+                else None,
+                tiers=served if self._settings.tiers else None,
+            )
+            look = self._look_at(builder, served)
+            late = first_late(builder, look.deadlines, look.orders, served)
+            if late is None:
+                return look
+            served = served[: late + 1]
+
+    def _look_at(self, builder: PlanBuilder, served: Sequence[int]) -> Look:
+        """served: tiers, in order; others are set aside."""
+        options, view = self._options, builder.view
+        deadlines = Deadlines(builder, self._settings, give_up=options.feasible)
+        deadlines.keep_pace(partial(victims_for, steps=self._steps, tier=max(served)))
+        if options.feasible:
+            orders = tiers_by_feasibility(builder, deadlines, served)
+        else:
+            orders = [OnlineOrder(group, [], {}) for group in by_tier(view, served)]
+        order = merged(orders)
+        prefills = deadlines.prefill_slacks(order.due)
+        # After decodes alone there is slack for long prefills, which pay the cost of mixing once.
+        burst = GAPS if options.turns and view.tokens_per_decode > 1 else None
+        offline_s = min(deadlines.offline_s(prefills, burst=burst), deadlines.idle_s(prefills))
+        return Look(builder, deadlines, served, orders, order, prefills, offline_s)
 
     def _may_pace(self, view: View) -> bool:
         """Not where the operator, a promised tolerance or other ranks say how long it lasts, nor
@@ -253,44 +300,10 @@ class CoschedPolicy:
             return False
         return self._settings.latency_budget_s is None
 
-    def needs(self, view: View) -> RankNeeds:
-        if not self._options.agrees:
-            return RankNeeds()
-        ranks = tiers_in_order(self._settings.tiers, self.initial.credits)
-        deadlines, orders = self._look(PlanBuilder(view), ranks)
-        order = merged(orders)
-        prefills = deadlines.prefill_slacks(order.due)
-        offline_s = self._offline_s(deadlines, prefills, view)
-        budget = self._time_budget(deadlines, prefills, order, view, offline_s)
-        return deadlines.needs(budget)
-
-    def _look(
-        self, builder: PlanBuilder, ranks: Sequence[int]
-    ) -> tuple[Deadlines, list[OnlineOrder]]:
-        """The order of each of these tiers; others are set aside."""
-        deadlines = Deadlines(builder, self._settings, give_up=self._options.feasible)
-        deadlines.keep_pace(partial(victims_for, steps=self._steps, tier=max(ranks)))
-        if self._options.feasible:
-            return deadlines, tiers_by_feasibility(builder, deadlines, ranks)
-        groups = by_tier(builder.view, ranks)
-        return deadlines, [OnlineOrder(group, [], {}) for group in groups]
-
-    def _offline_s(self, deadlines: Deadlines, prefills: PrefillSlacks, view: View) -> float:
-        """Most time of an iteration with offline work [s]."""
-        # After decodes alone there is slack for long prefills, which pay the cost of mixing once.
-        burst = GAPS if self._options.turns and view.tokens_per_decode > 1 else None
-        return min(deadlines.offline_s(prefills, burst=burst), deadlines.idle_s(prefills))
-
-    def _time_budget(
-        self,
-        deadlines: Deadlines,
-        prefills: PrefillSlacks,
-        order: OnlineOrder,
-        view: View,
-        offline_s: float,
-    ) -> TimeBudget:
+    def _time_budget(self, look: Look) -> TimeBudget:
         """What chat needs of the iteration, and what offline work may take of it."""
-        slacks, headroom = deadlines.slacks, view.tolerance_headroom
+        deadlines, prefills, order = look.deadlines, look.prefills, look.order
+        slacks, headroom = deadlines.slacks, look.builder.view.tolerance_headroom
         is_whole = headroom is not None and headroom.wait_s is not None and not order.late
         if is_whole:
             online_s = math.inf  # prompts are not cut for the sake of decodes
@@ -304,7 +317,7 @@ class CoschedPolicy:
         return deadlines.budget(
             prefills,
             online_s=online_s,
-            offline_s=offline_s,
+            offline_s=look.offline_s,
             most_s=most_s,
             headroom=headroom,
             in_pieces=deadlines.are_pieces_enough(prefills),

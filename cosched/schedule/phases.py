@@ -28,7 +28,7 @@ from cosched.core.view import Decodes, OfflineOrder
 from cosched.schedule.base import Pace
 from cosched.schedule.builder import PlanBuilder
 from cosched.schedule.following import LEAST_SHARED, UnderWay, follow, without_output
-from cosched.schedule.preemption import should_finish
+from cosched.schedule.preemption import has_checkpoints, should_finish
 
 _BESIDE_PART = 4
 """One in this many tokens of an unfinished online prefill's chunk may go to waiting requests."""
@@ -53,7 +53,7 @@ def youngest_first(builder: PlanBuilder) -> Iterator[Request]:
     running = builder.running_of(RequestClass.OFFLINE)
     youngest = oldest_first(running)[::-1].tolist()
     victims: Iterable[Request] = (running.requests[place] for place in youngest)
-    if builder.view.states is not None:
+    if has_checkpoints(builder.view):
         victims = sorted(victims, key=partial(should_finish, builder.view))
     return (r for r in chain(unfinished, victims) if r.traits.can_preempt)
 
@@ -244,12 +244,12 @@ def _admit_beside(
             continue
         match = view.match(request)
         num_new = num_tokens_of(request) - match.cached
-        num_kv = view.caps.ceil_to_page(num_new) + match.evictable + match.host
+        num_kv = view.caps.ceil_to_page(num_new) + match.evictable + match.to_load
         if (
             num_new <= left
-            and num_kv + chunk + 2 * view.caps.page_size <= ledger.available
+            and num_kv + chunk + 2 * view.caps.page_size <= ledger.kv.available
             and pace.online_tokens(match.cached, num_new) >= num_new
-            and ledger.chunk(request, match.cached, num_loaded=match.host) == num_new
+            and ledger.chunk(request, match) == num_new
             and builder.admit(request, match, num_new)
         ):
             left -= num_new
@@ -299,7 +299,7 @@ def enough_victims(
         reason = trial.refusal(request, match, at_most=at_most)
         if reason is None:
             return chosen
-        if builder.view.states is not None and should_finish(builder.view, victim):
+        if has_checkpoints(builder.view) and should_finish(builder.view, victim):
             return []
         if reason is SkipReason.UNFINISHED_PREFILL or (
             reason is SkipReason.TOKEN_BUDGET and builder.prefill
@@ -421,7 +421,7 @@ def offline_tokens(
     remaining = num_tokens_of(request) - num_cached
     num_tokens = pace.offline_tokens(num_cached, remaining, is_last=is_last)
     caps = builder.view.caps
-    least = max(_LEAST_CHUNK, caps.chunk_unit, caps.checkpoint_tokens)
+    least = max(_LEAST_CHUNK, caps.chunk_unit, *(m.least_chunk for m in builder.view.memories))
     if num_tokens >= (min(remaining, least) if request.traits.can_cut else remaining):
         return num_tokens
     # On an idle device it runs in any case, and corrects a prediction that is too long.
@@ -436,13 +436,13 @@ def admission_tokens(
     order: OfflineOrder | None = None,
 ) -> int:
     """Prompt tokens with which an offline request may be admitted; the last one for which there is
-    a slot may stay unfinished. With state slots the first chunk ends where the prompt parts from
+    a slot may stay unfinished. With checkpoints the first chunk ends where the prompt parts from
     those of others of `order`: they find a checkpoint there."""
     ledger = builder.ledger
     is_last = ledger.slots == 1 and ledger.unfinished > 0
     at_most = offline_tokens(builder, pace, request, match.cached, is_last=is_last)
     can_end = ledger.unfinished > 0 and request.traits.can_cut
-    if order is not None and builder.view.states is not None and can_end:
+    if order is not None and has_checkpoints(builder.view) and can_end:
         num_shared = order.num_shared(request) - match.cached
         if LEAST_SHARED <= num_shared < at_most:
             return num_shared

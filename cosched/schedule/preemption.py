@@ -10,19 +10,16 @@ from cosched.core.view import View
 
 def num_lost(view: View, request: Request) -> int:
     """Tokens of a running request or an unfinished prefill that are expected to be lost before it
-    resumes: those behind its last checkpoint, and KV that is evicted. The request that takes its
-    place is assumed to need as much memory, and takes free memory first. Without its last window
-    nothing of it can be reused."""
-    num_tokens = request.num_computed_tokens
-    pool, window = view.window_kv, view.caps.window_tokens
-    if pool is not None and window is not None and pool.free < window:
-        return num_tokens
-    return max(num_tokens - max(view.kv.free, 0), num_tokens - view.num_kept(request), 0)
+    resumes: what any kind of memory does not keep, and KV that is evicted. The request that takes
+    its place is assumed to need as much memory, and takes free memory first."""
+    lost = [memory.num_lost(request) for memory in view.memories]
+    return max(request.num_computed_tokens - max(view.kv.free, 0), 0, *lost)
 
 
 def should_finish(view: View, request: Request) -> bool:
     """True if the rest of its output takes less time than recomputing what no checkpoint keeps."""
-    num_behind = request.num_computed_tokens - view.num_kept(request)
+    kept = [memory.num_kept(request) for memory in view.memories]
+    num_behind = request.num_computed_tokens - min(kept, default=request.num_computed_tokens)
     if num_behind <= 0:
         return False
     rest_s = view.length(request).median * view.mean_iteration_s
@@ -44,15 +41,25 @@ def _seconds(view: View, request: Request, num_tokens: int) -> float:
     return view.predictor.predict_s(chunk) * num_tokens / num_chunk
 
 
+def has_checkpoints(view: View) -> bool:
+    """True if a prefix is found again only up to a checkpoint."""
+    return any(memory.has_checkpoints for memory in view.memories)
+
+
+def can_copy(view: View, num_tokens: int = 0) -> bool:
+    """True if so much KV of a preempted request can be copied elsewhere; 0: any at all."""
+    return any(memory.can_copy(num_tokens) for memory in view.memories)
+
+
 def preempt_mode(view: View, request: Request) -> PreemptMode:
     """The mode in which a running request or an unfinished prefill resumes soonest.
 
-    What is lost (`num_lost`) is recomputed, or loaded if it was copied to host memory.
+    What is lost (`num_lost`) is recomputed, or loaded if it was copied.
     Copying happens beside the iterations and is not counted. RECOMPUTE is never better than
     KEEP_KV here: it is for policies that need the memory at once.
     """
     num_tokens, lost = request.num_computed_tokens, num_lost(view, request)
-    if not lost or view.kv.host_free < lost:
+    if not lost or not can_copy(view, lost):
         return PreemptMode.KEEP_KV
     computing = BatchTotals()
     computing.add_prefill(lost + 1, num_tokens - lost)

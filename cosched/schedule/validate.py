@@ -12,6 +12,7 @@ from cosched.core.view import View
 from cosched.errors import PlanError
 from cosched.schedule.builder import mixes
 from cosched.schedule.ledger import Ledger
+from cosched.schedule.preemption import can_copy
 
 
 class _Named(NamedTuple):
@@ -40,7 +41,7 @@ def validate(plan: Plan, view: View) -> None:
     if not all(map(math.isfinite, plan.limits.values())):
         raise PlanError(f"a limit that is no number of seconds: {dict(plan.limits)}")
     if plan.decodes and not (
-        plan.prefill or plan.preempt or plan.paused or plan.promise or plan.hosts
+        plan.prefill or plan.preempt or plan.paused or plan.promise or plan.loans
     ):
         return
     _check_caps(plan, view)
@@ -73,7 +74,7 @@ def validate(plan: Plan, view: View) -> None:
 def _running_ones(plan: Plan, waits: Mapping[str, Request | None]) -> set[str]:
     """rids of a plan that may be of running requests."""
     rids = {rid for rid, request in waits.items() if request is None}
-    rids.update(plan.paused, plan.hosts, (hosting.host for hosting in plan.hosts.values()))
+    rids.update(plan.paused, plan.loans, (loan.lender for loan in plan.loans.values()))
     rids.update(preemption.rid for preemption in plan.preempt)
     return rids
 
@@ -89,9 +90,9 @@ def _check_caps(plan: Plan, view: View) -> None:
     caps = view.caps
     if plan.promise and not caps.promises:
         raise PlanError(f"promises KV, but the engine keeps its own reserve: {dict(plan.promise)}")
-    if plan.hosts and not caps.hosts:
-        raise PlanError(f"hosts requests, but the engine has no account of that: {[*plan.hosts]}")
-    if not caps.host_tokens:
+    if plan.loans and not caps.promises:
+        raise PlanError(f"lends KV, but the engine keeps its own reserve: {[*plan.loans]}")
+    if not can_copy(view):
         copied = [p.rid for p in plan.preempt if p.mode is PreemptMode.CHECKPOINT]
         if copied:
             raise PlanError(f"there is no host memory for the KV of {sorted(copied)}")
@@ -117,7 +118,7 @@ def _replay_promises(
     plan: Plan, view: View, ledger: Ledger, named: _Named, preempted: set[str]
 ) -> None:
     """Before anything is admitted: a promise that is taken back frees memory for another."""
-    before = ledger.headroom
+    before = ledger.kv.headroom
     for rid, num_tokens in plan.promise.items():
         request = named.waits[rid] or named.under_way(rid)
         if request is None:
@@ -128,26 +129,26 @@ def _replay_promises(
                 f"{request.max_new_tokens}"
             )
         if named.waits[rid] is not None:
-            ledger.promises[rid] = num_tokens  # and charged when it is admitted
+            ledger.kv.promises[rid] = num_tokens  # and charged when it is admitted
         else:
-            ledger.promise(request, num_tokens)
-    for rid, hosting in plan.hosts.items():
-        guest, host = (
-            None if name in preempted else named.running.get(name) for name in (rid, hosting.host)
+            ledger.kv.promise(request, num_tokens)
+    for rid, loan in plan.loans.items():
+        borrower, lender = (
+            None if name in preempted else named.running.get(name) for name in (rid, loan.lender)
         )
-        if guest is None or host is None:
-            raise PlanError(f"hosted by {hosting.host}, but not both are running: {rid}")
-        if rid in plan.promise or hosting.host in plan.hosts:
-            raise PlanError(f"hosted by {hosting.host}, and promised KV or a host itself: {rid}")
-        ends_at = plan.promise.get(hosting.host, view.promised(host)) or 0
-        if not host.num_output_tokens < hosting.offset <= ends_at:
+        if borrower is None or lender is None:
+            raise PlanError(f"borrows of {loan.lender}, but not both are running: {rid}")
+        if rid in plan.promise or loan.lender in plan.loans:
+            raise PlanError(f"borrows of {loan.lender}, and is promised KV or lends itself: {rid}")
+        ends_at = plan.promise.get(loan.lender, view.promised(lender)) or 0
+        if not lender.num_output_tokens < loan.offset <= ends_at:
             raise PlanError(
-                f"hosted by {hosting.host} up to its output token {hosting.offset}; that one has "
-                f"{host.num_output_tokens} of {ends_at} promised: {rid}"
+                f"borrows of {loan.lender} up to its output token {loan.offset}; that one has "
+                f"{lender.num_output_tokens} of {ends_at} promised: {rid}"
             )
-        ledger.promise(guest, guest.num_output_tokens)
-    if ledger.headroom < min(before, 0):
-        raise PlanError(f"promises {-ledger.headroom} KV tokens more than there are")
+        ledger.kv.promise(borrower, borrower.num_output_tokens)
+    if ledger.kv.headroom < min(before, 0):
+        raise PlanError(f"promises {-ledger.kv.headroom} KV tokens more than there are")
 
 
 def _replay_pauses(
@@ -165,7 +166,7 @@ def _replay_pauses(
 
 
 def _replay_continuation(request: Request, num_tokens: int, ledger: Ledger) -> None:
-    fitting = ledger.chunk(request, request.num_computed_tokens, at_most=num_tokens)
+    fitting = ledger.chunk(request, None, at_most=num_tokens)
     if fitting != num_tokens or not ledger.may_continue:
         raise PlanError(f"prefill of {request.rid} is {num_tokens} tokens; {fitting} fit")
     ledger.charge_continuation(request, num_tokens)
@@ -181,7 +182,7 @@ def _replay_admission(rid: str, num_tokens: int, view: View, ledger: Ledger) -> 
         raise PlanError(
             f"admitted with {num_tokens} tokens, but there is no room: {rid} ({reason.value})"
         )
-    fitting = ledger.chunk(request, match.cached, at_most=num_tokens, num_loaded=match.host)
+    fitting = ledger.chunk(request, match, at_most=num_tokens)
     if fitting != num_tokens:
         raise PlanError(f"prefill of {rid} is {num_tokens} tokens; {fitting} fit")
     ledger.charge_admission(request, match, num_tokens)

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-from cosched.core.wire import USAGE_KEY
+from cosched.wire import USAGE_KEY
 
 _ABORT_S = 60.0
 """Most that an aborted request may take to end."""

@@ -11,10 +11,10 @@ import msgspec
 
 from cosched.config import Config, load_config, planning_config
 from cosched.core.request import RequestClass
-from cosched.core.wire import class_of_priority
 from cosched.errors import RequestError
 from cosched.limits.bounds import ANY_MODEL, MOST_LOGPROBS, Numbers, Scope
 from cosched.limits.table import TABLE, check_field, check_fields, check_text
+from cosched.wire import class_of_priority
 
 OFFLINE_SHARE = 7 / 8
 """Of the KV memory that one offline prompt may take. A longer one could run only while online

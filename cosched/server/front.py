@@ -15,7 +15,12 @@ from typing import Any
 
 from cosched.config import Config
 from cosched.core.request import RequestClass, Slo
-from cosched.core.wire import (
+from cosched.errors import LimitError
+from cosched.limits.api_keys import NO_KEYS, ApiKeys
+from cosched.limits.claims import Grant, KeyGate, hex_digest, presented_key
+from cosched.limits.sequences import asked, made
+from cosched.server.preparation import TICKET_KEY
+from cosched.wire import (
     ANTHROPIC_SERVICE_TIERS,
     BEHIND_KEY,
     GRANTED_TIERS,
@@ -37,11 +42,6 @@ from cosched.core.wire import (
     with_slo,
     without_targets,
 )
-from cosched.errors import LimitError
-from cosched.limits.api_keys import NO_KEYS, ApiKeys
-from cosched.limits.claims import Grant, KeyGate, hex_digest, presented_key
-from cosched.limits.sequences import asked, made
-from cosched.server.preparation import TICKET_KEY
 
 CLASS_HEADER = "x-cosched-class"
 TARGETS_HEADER = "x-cosched-targets"

@@ -17,9 +17,9 @@ from fastapi import HTTPException
 from sglang.srt.managers.io_struct import SetInternalStateReq
 
 from cosched.core.request import RequestClass
-from cosched.core.wire import class_of_priority
 from cosched.engine.offline_gate import HOLD, adapter_to_message
 from cosched.engine.port.model_lock import ModelLock, reads_offline
+from cosched.wire import class_of_priority
 
 logger = logging.getLogger(__name__)
 

@@ -6,14 +6,14 @@ from typing import Any
 
 from cosched.config import planning_config
 from cosched.core.request import RequestClass
-from cosched.core.wire import class_of_priority
-from cosched.engine.port.bidirectional import (
+from cosched.engine.port.read_once import graph_variants
+from cosched.papers.bros.sglang_pages import (
     BidirectionalAllocator,
     allocate_for,
     free_row,
     num_saved,
 )
-from cosched.engine.port.read_once import graph_variants
+from cosched.wire import class_of_priority
 from cosched_patches.seam import Seam, after, around
 
 

@@ -19,7 +19,6 @@ from sglang.srt.managers.scheduler import NextBatchPlan
 
 from cosched.config import load_config, planning_config
 from cosched.core.request import RequestClass
-from cosched.core.wire import PARAMS_KEY, SERVER_KEY, class_of_priority
 from cosched.cpu.torch_native import run_uncompiled
 from cosched.engine.attach import attach
 from cosched.engine.features.kv_manager import with_tree_core
@@ -36,7 +35,9 @@ from cosched.engine.read_state import offline_progress, state_of
 from cosched.engine.support import check_arguments, chooses_evictions
 from cosched.engine.waiting import WaitingQueue, online_requests
 from cosched.errors import ConfigError, RequestError
+from cosched.papers.bros.sglang_pages import share_pages
 from cosched.server.checks import check_received, scope_of
+from cosched.wire import PARAMS_KEY, SERVER_KEY, class_of_priority
 from cosched_patches.seam import Seam, after, around, before
 
 logger = logging.getLogger(__name__)
@@ -88,6 +89,7 @@ def take_over(original: Any, scheduler: Any, server_args: Any, *args: Any, **kwa
         is_ours = planning is not None and chooses_evictions(server_args, planning)
         with with_tree_core() if is_ours else contextlib.nullcontext():
             original(scheduler, server_args, *args, **kwargs)
+        share_pages(scheduler)
         if config is not None:
             run_uncompiled(server_args)
             attach(scheduler, config)

@@ -10,8 +10,7 @@ import pytest
 from cosched.config import ENV_VAR, Config, load_config, parse_config
 from cosched.errors import ConfigError
 from cosched.limits.claims import digest_of
-from cosched.memory.config import EVICTION_ORDERS
-from cosched.policies import POLICIES
+from cosched.policies import EVICTION_NAMES, POLICIES
 from cosched.pool.prefix_pool import PoolConfig
 
 
@@ -62,7 +61,7 @@ def test_bad_values_are_named(text, message):
 def test_an_order_of_eviction_that_is_named_wins_over_the_policys(name):
     own = Config(policy=name).named_kv().eviction
     assert own == {"echo-bs+e+s+m": "echo"}.get(name, "value")
-    for order in EVICTION_ORDERS:
+    for order in EVICTION_NAMES:
         config = parse_config(json.dumps({"policy": name, "kv": {"eviction": order}}), source="x")
         assert config.named_kv().eviction == order
 

@@ -203,8 +203,8 @@ def assert_drained(engine) -> None:
     held, total = kv_tokens(scheduler)
     assert held == total
     if port.window_tokens(scheduler) is not None:
-        pool = port.window_kv(scheduler, reserved=0)
-        assert pool.free + pool.evictable == pool.total
+        pool = port.window_pool(scheduler, reserved=0)
+        assert pool.free + pool.evictable == scheduler.token_to_kv_pool_allocator.size_swa
     rows = scheduler.req_to_token_pool
     assert rows.available_size() == rows.size
     controller = getattr(scheduler, "cosched", None)

@@ -33,7 +33,7 @@ def test_growth_of_the_demand_is_reserved_up_to_a_share_of_the_rest(
     manager = object.__new__(KvManager)
     manager.config = KvConfig()
     manager._scheduler = None
-    manager.demand = SimpleNamespace(now=now, reserve=reserve)
+    manager.demand = SimpleNamespace(now=now, threshold=reserve)
     assert manager.online_reservation == kept
 
 

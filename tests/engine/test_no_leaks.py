@@ -18,12 +18,13 @@ from sglang.srt.managers.io_struct import (
 )
 
 from cosched.core.request import RequestClass
-from cosched.core.view import Decodes, Outlook, Progress
+from cosched.core.view import Decodes
 from cosched.engine.running import own_tokens
 from cosched.lab.local_engine import made_up
 from tests.adapters import FLAGS as LORA_FLAGS
 from tests.adapters import load_adapters, make_adapters, without_pinned_memory
 from tests.engine.conftest import assert_drained, view_now
+from tests.factories import outlook_of, progress_of
 
 NUM_OPERATIONS = int(os.environ.get("COSCHED_SLOT_OPERATIONS", "600"))
 
@@ -59,14 +60,14 @@ class Traffic:
     def check_view(self):
         """What is kept from plan to plan equals what is computed from each request."""
         view = view_now(self.engine.scheduler)
-        kept, asked = view.outlook(), Outlook.of(view)
+        kept, asked = view.outlook(), outlook_of(view)
         assert kept.held.tolist() == asked.held
         open_ends = [
             [[n for n in of if n > 0] or [1] for of in zip(*ends, strict=True)]
             for ends in (kept.ends.tolist(), asked.ends)
         ]
         assert open_ends[0] == open_ends[1]
-        assert view.progress() == Progress.of(view)
+        assert view.progress() == progress_of(view)
         running = {request.rid: request for request in view.running}
         assert view.running_named({*self.live, *running, "unknown"}) == running
         own = own_tokens([*view.running, *view.unfinished])

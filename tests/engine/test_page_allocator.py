@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import torch
 
 import cosched.bootstrap  # noqa: F401  # before sglang
-from cosched.engine.port.bidirectional import BidirectionalAllocator, allocate_for, free_row
+from cosched.papers.bros.sglang_pages import BidirectionalAllocator, allocate_for, free_row
 from tests.crossed import crossed
 
 NUM_OPERATIONS = int(os.environ.get("COSCHED_PAGE_OPERATIONS", "2000"))

@@ -9,8 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from cosched.core.view import Progress
-from cosched.engine.running import taken_by_guests
+from cosched.engine.running import borrowed_by
 from cosched.papers.bros.policy import BrosOptions, BrosPolicy
 from cosched.schedule.builder import PlanBuilder
 from tests.engine.conftest import (
@@ -23,6 +22,7 @@ from tests.engine.conftest import (
     view_now,
     without_model,
 )
+from tests.factories import progress_of
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -229,20 +229,20 @@ def test_guests_of_ecoserve_grow_in_what_their_hosts_were_promised(make_engine, 
             priority=OFFLINE,
             custom_params={"cosched": {"output_tokens_hint": num_output}},
         )
-    taken, hosts = [], set()
+    taken, lenders = [], set()
 
     def look(iteration):
         engine.scheduler.invariant_checker.self_check_during_busy()
         running = [req.cosched for req in engine.scheduler.running_batch.reqs]
-        taken.append(sum(taken_by_guests(running).values()))
-        hosts.update(tracked.host.rid for tracked in running if tracked.host is not None)
+        taken.append(sum(borrowed_by(running).values()))
+        lenders.update(tracked.lender.rid for tracked in running if tracked.lender is not None)
         view = view_now(engine.scheduler)
-        assert view.progress() == Progress.of(view)
+        assert view.progress() == progress_of(view)
 
     engine.run_until_idle(on_iteration=look, max_iterations=20_000)
     answers = {rid: len(reply.output_ids) for rid, reply in engine.replies.items()}
     assert answers == {f"r{i}": num_output for i, num_output in enumerate(lengths)}
-    assert max(taken) >= 2 * page_size and hosts
+    assert max(taken) >= 2 * page_size and lenders
     counters = engine.scheduler.cosched.counters
     assert counters.num_engine_refusals == counters.num_safe_plans == counters.num_preemptions == 0
     assert_drained(engine)
@@ -274,11 +274,11 @@ class Promising:
         for request in running:
             if not request.num_output_tokens % 4:
                 builder.promise(request, wanted(request))
-        while len(running) > 1 and min(builder.ledger.headroom, builder.ledger.available) < 0:
+        while len(running) > 1 and min(builder.ledger.kv.headroom, builder.ledger.kv.available) < 0:
             if running[-1].traits.can_preempt:
                 builder.preempt(running[-1])
             del running[-1]
-        if builder.ledger.headroom < 0 and builder.ledger.promises:
+        if builder.ledger.kv.headroom < 0 and builder.ledger.kv.promises:
             return PlanBuilder(view).build(), state
         for request in builder.unfinished():
             builder.continue_prefill(request, sys.maxsize, unreserved=True)
@@ -286,7 +286,7 @@ class Promising:
             for request in (*view.online, *view.offline_order()):
                 builder.promise(request, wanted(request))
                 if not builder.take(request, float("inf")):
-                    del builder.ledger.promises[request.rid]
+                    del builder.ledger.kv.promises[request.rid]
                     break
         return builder.build(), state
 
@@ -326,7 +326,7 @@ class Nothing(Promising):
         for request in view.offline_order():
             builder.promise(request, 0)
             if not builder.take(request, float("inf")):
-                del builder.ledger.promises[request.rid]
+                del builder.ledger.kv.promises[request.rid]
                 break
         return builder.build(), state
 

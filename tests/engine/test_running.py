@@ -53,7 +53,7 @@ class Request:
         self.traits = PLAIN if rows == 1 else Traits(num_rows=rows)
         self.request_class = RequestClass.OFFLINE if offline else RequestClass.ONLINE
         self.promised = None
-        self.is_hosted = self.reserves_all = False
+        self.loan, self.reserves_all = None, False
         self.output_ids = array("q", range(output))
         self.num_computed_tokens = 89 + output
         self.num_own_tokens = own
@@ -111,7 +111,7 @@ def test_what_a_plan_reads_of_them():
     a = Request("a", row=3, output=5, own=7)
     b = Request("a", row=1, output=6, own=8, offline=True, most=20)
     c = Request("a", row=2, output=0, own=9, offline=True, rows=4)
-    b.promised, b.is_hosted = 6, False
+    b.promised = 6
     running = engine.running([a, b, c])
     assert [*running.everyone] == [a, b, c]
     online, offline = (running.by_class[c] for c in RequestClass)

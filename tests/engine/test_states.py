@@ -8,7 +8,7 @@ import pytest
 
 from cosched.core.plan import PreemptMode
 from cosched.engine import port
-from cosched.schedule.ledger import Ledger
+from cosched.memory.kv_memory import KvMemory
 from tests.engine.conftest import (
     OFFLINE,
     assert_drained,
@@ -268,7 +268,7 @@ def test_a_refused_request_gives_its_slot_back(make_hybrid, monkeypatch):
     scheduler = engine.scheduler
     engine.submit("first", prompt(1, 50), max_new_tokens=4)
     engine.run_until_idle()
-    monkeypatch.setattr(Ledger, "fits", lambda *args, **options: True)
+    monkeypatch.setattr(KvMemory, "fits", lambda *args, **options: True)
     engine.submit("again", prompt(1, 50) + prompt(2, 20), max_new_tokens=1900)
     engine.submit("too long", prompt(1, 50) + prompt(3, 20), max_new_tokens=1900, priority=OFFLINE)
     refused = []

@@ -18,10 +18,11 @@ from sglang.srt.mem_cache.unified_cache.components.full import FullComponent
 import cosched.bootstrap  # noqa: F401  # before SGLang
 from cosched.engine.kv_readers import KvReaders
 from cosched.engine.tree_core import KvTreeCore
-from cosched.memory.eviction import ORDERS, Leaves
+from cosched.memory.eviction import Leaves
 from cosched.memory.node import Visit
 from cosched.memory.reuse import ReuseModel
 from cosched.memory.value import KvValue, RecomputeCosts
+from cosched.policies import EVICTION_ORDERS
 from cosched.pool.prefix_pool import PoolConfig, PrefixPool
 from cosched.pool.radix import pack
 from tests.engine.integrity import check_tree
@@ -64,7 +65,7 @@ class Machine:
         costs = RecomputeCosts()
         costs.refresh(Linear())
         value = KvValue(self.reuse, costs)
-        self.leaves = Leaves(ORDERS[order](value), value)
+        self.leaves = Leaves(EVICTION_ORDERS[order](value), value)
         self.core = make_core(page_size, self.kind)
         self.readers = KvReaders(page_size, self.future, self.core.changed)
         self.watch()

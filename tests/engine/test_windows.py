@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cosched.bootstrap  # noqa: F401  # before sglang
-from cosched.core.kv_state import Match, WindowKv
+from cosched.core.kv_state import Match
 from cosched.core.plan import PreemptMode
 from cosched.engine import port
+from cosched.memory.window_memory import WindowPool
 from cosched.schedule.ledger import Ledger
 from tests.engine.conftest import (
     assert_drained,
@@ -150,7 +151,7 @@ def test_random_traffic_in_a_tight_pool(make, seed):
             match, found = view.match(req.cosched), port.find(tree, req)
             assert match.cached == found.num_device
             held = port.evictable_at(tree, found.node)
-            assert match.evictable == held.kv and match.in_window >= held.in_window
+            assert match.evictable == held.kv and match.others.get("windows", 0) >= held.in_window
             found_any.append(match.cached > 0)
 
     random_traffic(engine, seed, most_tokens=80, also=compare)
@@ -163,7 +164,7 @@ class SglangsPool:
 
     def __init__(self, pool, window, page_size):
         self.page_size, self.sliding_window_size = page_size, window
-        self.size_swa, self._pool = pool.total, pool
+        self.size_swa, self._pool = pool.free + pool.evictable, pool
         self.locked = 0
 
     def full_available_size(self):
@@ -190,8 +191,8 @@ def test_what_the_ledger_admits_sglang_admits(data):
     page, window = draw(st.sampled_from([1, 16])), draw(st.integers(1, 100))
     pages = st.integers(0, 40).map(lambda number: number * page)
     free, evictable = draw(pages), draw(pages)
-    kv = WindowKv(total=free + evictable, free=free, evictable=evictable, reserved=draw(pages))
-    caps = make_caps(page_size=page, window_tokens=window, window_slack=page + 8)
+    kv = WindowPool(window, page + 8, free, evictable, reserved=draw(pages))
+    caps = make_caps(page_size=page)
     running = tuple(decoding(offline(f"d{i}", 40)) for i in range(draw(st.integers(0, 3))))
     requests = [
         offline(f"w{i}", draw(st.integers(1, 400)), max_new_tokens=draw(st.integers(1, 200)))
@@ -201,10 +202,12 @@ def test_what_the_ledger_admits_sglang_admits(data):
     for request in requests:
         cached = draw(st.integers(0, (request.num_prompt_tokens - 1) // page)) * page
         matches[request.rid] = Match(
-            cached=cached, evictable=0, in_window=draw(st.integers(0, min(cached, evictable)))
+            cached=cached,
+            evictable=0,
+            others={"windows": draw(st.integers(0, min(cached, evictable)))},
         )
     view = FakeView(
-        caps=caps, total_kv=10**6, running=running, offline=requests, cached=matches, window_kv=kv
+        caps=caps, total_kv=10**6, running=running, offline=requests, cached=matches, windows=kv
     )
     pool = SglangsPool(kv, window, page)
     rule, ledger = SWAPrefillBudget(pool, pool), Ledger(view)
@@ -214,9 +217,9 @@ def test_what_the_ledger_admits_sglang_admits(data):
         at_most = draw(st.integers(1, 500))
         if ledger.refusal(request, match, at_most=at_most) is not None:
             continue
-        num_tokens = ledger.chunk(request, match.cached, at_most=at_most)
+        num_tokens = ledger.chunk(request, match, at_most=at_most)
         ledger.charge_admission(request, match, num_tokens)
-        pool.locked += match.in_window
+        pool.locked += match.others["windows"]
         num_new = request.num_prompt_tokens - match.cached
         limit = caps.ceil_to_page(num_tokens)
         fits, allowed = rule.check_prefill(
@@ -235,27 +238,25 @@ def test_what_the_ledger_admits_sglang_admits(data):
 
 
 def test_a_preemption_makes_room_in_the_pool_of_windows():
-    caps = make_caps(window_tokens=32, window_slack=8)
     runs = decoding(offline("runs", 60))
     waits = offline("waits", 60)
-    pool = WindowKv(total=100, free=20, evictable=0, reserved=9)
-    view = FakeView(caps=caps, running=(runs,), offline=(waits,), window_kv=pool)
+    pool = WindowPool(32, 8, free=20, evictable=0, reserved=9)
+    view = FakeView(running=(runs,), offline=(waits,), windows=pool)
     ledger = Ledger(view)
     match = view.match(waits)
-    assert ledger.fits(waits, match)  # by the other pool
+    assert ledger.kv.fits(waits, match)  # by the other pool
     assert ledger.refusal(waits, match) is not None
     assert ledger.decodes_fit()
     ledger.refund_preemption(runs)
     assert ledger.refusal(waits, match) is None
-    assert ledger.chunk(waits, 0) == 32 + 20 - 2
+    assert ledger.chunk(waits, match) == 32 + 20 - 2
 
 
 def test_decodes_may_lack_window_memory_alone():
-    caps = make_caps(window_tokens=32, window_slack=8)
     runs = [decoding(offline(f"r{i}", 60)) for i in range(3)]
-    pool = WindowKv(total=100, free=2, evictable=0, reserved=0)
-    ledger = Ledger(FakeView(caps=caps, running=tuple(runs), window_kv=pool))
-    assert ledger.available >= 0 and not ledger.decodes_fit()
+    pool = WindowPool(32, 8, free=2, evictable=0, reserved=0)
+    ledger = Ledger(FakeView(running=tuple(runs), windows=pool))
+    assert ledger.kv.available >= 0 and not ledger.decodes_fit()
     ledger.refund_pauses(runs[:1])
     assert ledger.decodes_fit() and not ledger.can_decode(runs[0])
 

@@ -8,9 +8,9 @@ import threading
 
 import pytest
 
-from cosched.core.wire import OFFLINE_PRIORITY
 from cosched.errors import ConfigError
 from cosched.frontend import OfflineEndpoint, offline  # before sglang
+from cosched.wire import OFFLINE_PRIORITY
 
 import sglang as sgl  # isort: skip
 

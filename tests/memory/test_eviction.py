@@ -7,10 +7,11 @@ import random
 import pytest
 
 from cosched.memory import occupancy
-from cosched.memory.eviction import ORDERS, Leaves
+from cosched.memory.eviction import Leaves
 from cosched.memory.node import Visit
 from cosched.memory.reuse import ReuseModel
 from cosched.memory.value import KvValue, RecomputeCosts
+from cosched.policies import EVICTION_ORDERS
 from tests.factories import Linear
 from tests.memory.plain_tree import PlainTree
 
@@ -23,7 +24,7 @@ class Kv:
         costs = RecomputeCosts()
         costs.refresh(Linear(fixed_s=0.001, token_s=1e-4, longest_s=1e-6))
         self.value = KvValue(self.reuse, costs)
-        self.leaves = Leaves(ORDERS[order](self.value), self.value)
+        self.leaves = Leaves(EVICTION_ORDERS[order](self.value), self.value)
         self.tree = PlainTree(self.leaves)
 
     def add(self, tokens, *, chunk=50, is_online=False):
@@ -143,7 +144,7 @@ def test_echo_ranks_references_above_finished_online_above_the_rest():
     assert kv.order() == [rest, online, one, two], "it does not know who waits online"
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", EVICTION_ORDERS)
 @pytest.mark.parametrize("seed", range(4))
 def test_the_forecast_is_what_evicting_one_by_one_gives(order, seed):
     kv = Kv(order)

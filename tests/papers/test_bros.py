@@ -11,6 +11,7 @@ import pytest
 from cosched.core.kv_state import Match
 from cosched.core.plan import PreemptMode, SkipReason
 from cosched.core.request import Slo
+from cosched.papers.bros.config import BrosConfig
 from cosched.papers.bros.offline import PATIENCE
 from cosched.papers.bros.policy import BrosOptions, BrosPolicy, Pressure
 from cosched.policies import POLICIES
@@ -30,9 +31,9 @@ def bros_settings(caps=CAPS, **budgets):
     return PolicySettings(caps=caps, slo=slo, budgets=Budgets(**budgets))
 
 
-def planned(view, state=None, *, budgets=None, policy=None, **options):
+def planned(view, state=None, *, own=None, policy=None, **options):
     if policy is None:
-        policy = BrosPolicy(bros_settings(view.caps, **(budgets or {})), BrosOptions(**options))
+        policy = BrosPolicy(replace(bros_settings(view.caps), own=own), BrosOptions(**options))
     plan, after = policy.plan(view, state or policy.initial)
     validate(plan, view)
     return plan, after
@@ -140,7 +141,7 @@ def test_a_token_within_a_group_has_the_time_of_the_group_less_what_follows_it()
     # Five tokens and one on its way: after the first token five of a group of eight; three to come.
     view = FakeView(caps=CAPS, running=(running("chat"),), mean_iteration_s=0.03)
     assert planned(view)[0].limits["online"] == pytest.approx(TPOT_S)
-    plan, _ = planned(view, budgets={"token_group": 8})
+    plan, _ = planned(view, own=BrosConfig(token_group=8))
     num_out = view.running[0].num_computed_tokens + 1 - 100
     num_left = 8 - (num_out - 1) % 8
     assert plan.limits["online"] == pytest.approx(8 * TPOT_S - (num_left - 1) * 0.03)
@@ -196,7 +197,7 @@ def test_of_those_that_were_stopped_the_one_with_least_to_restore_goes_first():
         offline=(far, near, fresh),
         cached={
             "near": Match(cached=90, evictable=0),
-            "far": Match(cached=95, evictable=0, host=95),
+            "far": Match(cached=95, evictable=0, to_load=95),
         },
     )
     one = Pressure(batch_size=1)

@@ -166,8 +166,8 @@ def test_where_the_next_tokens_do_not_fit_the_last_in_the_order_are_stopped(name
 
 def test_vllm_copies_to_host_memory_where_there_is_any():
     some = (runs("old", 32), runs("young", 32))
-    for host_tokens, mode in ((0, PreemptMode.RECOMPUTE), (5000, PreemptMode.CHECKPOINT)):
-        view = view_of(running=some, total_kv=263, caps=caps(host_tokens=host_tokens))
+    for host_free, mode in ((None, PreemptMode.RECOMPUTE), (0, PreemptMode.CHECKPOINT)):
+        view = view_of(running=some, total_kv=263, host_free=host_free)
         assert [(p.rid, p.mode) for p in plan_of("eco-vllm", view).preempt] == [("young", mode)]
         plan = plan_of("eco-fastgen", view)
         assert [p.mode for p in plan.preempt] == [PreemptMode.RECOMPUTE]

@@ -15,15 +15,15 @@ from cosched.core.plan import PreemptMode, SkipReason
 from cosched.core.request import RequestClass, Slo
 from cosched.core.view import Ended, OfflineLimits
 from cosched.errors import ConfigError
+from cosched.memory.kv_memory import promised_tokens
 from cosched.papers.ecoserve.config import EcoConfig
 from cosched.papers.ecoserve.policy import EcoServePolicy
 from cosched.papers.ecoserve.work import Batch, EcoOptions
 from cosched.schedule.base import PolicySettings
-from cosched.schedule.ledger import promised_tokens
 from cosched.schedule.validate import validate
 from tests.factories import FakeView, decoding, make_caps, offline, online
 
-CAPS = make_caps(max_running_requests=512, partial_decode=True, promises=True, hosts=True)
+CAPS = make_caps(max_running_requests=512, partial_decode=True, promises=True)
 FREELY = EcoConfig(reserve=0.0, buffer=0.0)
 PAPER = EcoConfig()
 PLAIN = EcoOptions(synced=False, ordered=False, pipeline=False)
@@ -225,10 +225,9 @@ def test_an_output_that_outruns_its_promise_takes_of_the_reserve():
 
 def test_where_it_is_to_be_offloaded_it_is_stopped():
     config = EcoConfig(reserve=0.3, overrun="offload")
-    caps = replace(CAPS, host_tokens=10_000)
     a, b = gt("a", 90, num_output_tokens=40), gt("b", 45, num_output_tokens=5)
-    _, state = planned(view_of(a, b, caps=caps, total_kv=900), config=config)
-    view = view_of(a, b, caps=caps, total_kv=180, promises={"a": 40, "b": 45})
+    _, state = planned(view_of(a, b, total_kv=900), config=config)
+    view = view_of(a, b, total_kv=180, host_free=0, promises={"a": 40, "b": 45})
     plan, _ = planned(view, state, config=config)
     assert [(stop.rid, stop.mode) for stop in plan.preempt] == [("a", PreemptMode.CHECKPOINT)]
 
@@ -275,8 +274,8 @@ def test_a_short_output_runs_in_the_second_half_of_a_long_one():
     view = view_of(gt("host", 201), gt("guest", 91), gt("other", 120), total_kv=60 + 200 + 6)
     plan, state = planned(view, options=pipeline)
     assert active(plan, view) == {"host", "guest"}
-    hosting = plan.hosts["guest"]
-    assert (hosting.host, hosting.offset) == ("host", 101)
+    loan = plan.loans["guest"]
+    assert (loan.lender, loan.offset) == ("host", 101)
     assert state.guests == {"guest": ("host", 101)}
     plan, _ = planned(view, options=pipeline, config=msgspec.structs.replace(FREELY, buffer=0.2))
     assert active(plan, view) == {"host"}, "90 tokens and the buffer are more than 100"
@@ -365,8 +364,8 @@ class Follower:
         self.promises = self.promises | dict(plan.promise)
         for rid in plan.promise:
             self.hosts.pop(rid, None)
-        for rid, hosting in plan.hosts.items():
-            self.hosts[rid] = hosting.host
+        for rid, loan in plan.loans.items():
+            self.hosts[rid] = loan.lender
             self.promises[rid] = self.running[rid].num_output_tokens
         for stop in plan.preempt:
             request = self.running.pop(stop.rid, None) or self.unfinished.pop(stop.rid)

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 
 import cosched.bootstrap  # noqa: F401  # before sglang
-from cosched.core.wire import MAX_TOKENS_KEY
 from cosched.engine.port.endpoints import (
     check_route,
     fields_by_url,
@@ -16,6 +15,7 @@ from cosched.engine.port.endpoints import (
     without_effect,
 )
 from cosched.errors import RequestError
+from cosched.wire import MAX_TOKENS_KEY
 from cosched_patches.openai_endpoints import (
     all_output_tokens,
     metadata_of_strings,

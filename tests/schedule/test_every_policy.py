@@ -78,7 +78,7 @@ def test_no_plan_is_refused_and_no_engine_is_left_idle(family, view, data):
             assert may_run <= plan.prefill.keys() | view.barred
 
 
-CAPS = make_caps(partial_decode=True, promises=True, hosts=True)
+CAPS = make_caps(partial_decode=True, promises=True)
 
 
 @pytest.mark.parametrize("name", MAKERS)

@@ -34,19 +34,19 @@ def test_a_cached_prefix_still_costs_the_evictable_tokens_it_pins():
     pinned = Match(cached=900, evictable=900)
     held_by_others = Match(cached=900, evictable=0)
     budget = Ledger(view)
-    assert budget.shortfall(request, pinned) == 0
-    assert budget.shortfall(request, held_by_others) == -900
+    assert budget.kv.shortfall(request, pinned) == 0
+    assert budget.kv.shortfall(request, held_by_others) == -900
     budget.charge_admission(request, pinned, 100)
-    assert budget.headroom == 1012 - 900 - 100 - 1 - 10
+    assert budget.kv.headroom == 1012 - 900 - 100 - 1 - 10
 
 
 def test_a_resumed_request_is_charged_what_the_engine_charges_for_it():
     """SGLang asks for room for the output still to come, then takes room for all of it."""
     resumed = online("a", 100, num_output_tokens=40, max_new_tokens=50)
     budget = Ledger(FakeView(total_kv=152))
-    assert budget.shortfall(resumed, NOTHING) == 0
+    assert budget.kv.shortfall(resumed, NOTHING) == 0
     budget.charge_admission(resumed, NOTHING, 140)
-    assert budget.headroom == 152 - 140 - 1 - 50
+    assert budget.kv.headroom == 152 - 140 - 1 - 50
 
 
 def test_stopping_a_request_gives_back_what_it_held():
@@ -57,8 +57,8 @@ def test_stopping_a_request_gives_back_what_it_held():
         Ledger(FakeView(running=(decoding(online("r")),), total_kv=1000)),
     )
     with_victim.refund_preemption(victim)
-    for name in ("tokens", "headroom", "slots"):
-        assert getattr(with_victim, name) == getattr(without, name), name
+    assert with_victim.kv.headroom == without.kv.headroom
+    assert (with_victim.tokens, with_victim.slots) == (without.tokens, without.slots)
 
 
 @given(
@@ -71,7 +71,7 @@ def test_a_chunk_is_the_rest_of_the_prompt_or_ends_on_a_page(length, cached_page
     cached = min(cached_pages * page, (length - 1) // page * page)
     budget = Ledger(FakeView(caps=make_caps(page_size=page, max_chunk_tokens=limit)))
     request = prefilled(offline("a", length), 0)
-    chunk = budget.chunk(request, cached)
+    chunk = budget.chunk(request, Match(cached=cached, evictable=0))
     assert 0 <= chunk <= length - cached
     if chunk < length - cached:
         assert (cached + chunk) % page == 0
@@ -82,11 +82,11 @@ def test_without_chunked_prefill_prompts_are_whole_and_stay_below_the_limit_afte
     """As SGLang's adder counts."""
     caps = make_caps(max_chunk_tokens=None, max_prefill_tokens=512)
     budget = Ledger(FakeView(caps=caps))
-    assert budget.chunk(online("first", 5000), 0) == 5000
+    assert budget.chunk(online("first", 5000), NOTHING) == 5000
     budget.charge_admission(online("a", 412), NOTHING, 412)
     assert budget.refusal(online("b", 99), NOTHING) is None
     assert budget.refusal(online("c", 100), NOTHING) is SkipReason.TOKEN_BUDGET
-    assert budget.chunk(online("c", 100), 0) == 0
+    assert budget.chunk(online("c", 100), NOTHING) == 0
 
 
 def test_no_more_requests_prefill_than_the_engine_lets():
@@ -108,34 +108,34 @@ def test_chunks_leave_room_for_the_pages_that_decodes_open():
     )
     view = FakeView(caps=caps, running=running, total_kv=9 * 64)
     budget = Ledger(view)
-    assert budget.available == (9 - 3 - 3) * 64
+    assert budget.kv.available == (9 - 3 - 3) * 64
     # A page is kept for rounding.
-    assert budget.chunk(online("a", 1000), 0) == 2 * 64
+    assert budget.chunk(online("a", 1000), NOTHING) == 2 * 64
     budget.charge_continuation(prefilled(online("a", 1000), 0), 128)
-    assert budget.chunk(online("b", 10), 0) == 0
+    assert budget.chunk(online("b", 10), NOTHING) == 0
     budget.refund_pauses((running[0],))
-    assert budget.available == 64
+    assert budget.kv.available == 64
 
 
 def test_chunks_come_in_the_units_that_the_engine_aligns_them_to():
     caps = make_caps(page_size=16, chunk_align=24, max_chunk_tokens=512)
     assert caps.chunk_unit == 48
     budget = Ledger(FakeView(caps=caps))
-    assert budget.chunk(online("a", 1000), 0) == 480
-    assert budget.chunk(online("a", 1000), 32, at_most=100) == 96
-    assert budget.chunk(online("a", 1000), 0, at_most=47) == 0
-    assert budget.chunk(online("a", 100), 0) == 100
+    assert budget.chunk(online("a", 1000), NOTHING) == 480
+    assert budget.chunk(online("a", 1000), Match(cached=32, evictable=0), at_most=100) == 96
+    assert budget.chunk(online("a", 1000), NOTHING, at_most=47) == 0
+    assert budget.chunk(online("a", 100), NOTHING) == 100
 
 
 def test_a_prompt_that_cannot_be_cut_is_computed_whole_or_waits():
     whole = Traits(can_cut=False)
     budget = Ledger(FakeView(running=(decoding(online("r")),)))
     # First in its batch it may take what the decodes beside it are counted for.
-    assert budget.chunk(online("a", 512, traits=whole), 0) == 512
-    assert budget.chunk(online("a", 513, traits=whole), 0) == 0
+    assert budget.chunk(online("a", 512, traits=whole), NOTHING) == 512
+    assert budget.chunk(online("a", 513, traits=whole), NOTHING) == 0
     budget.charge_admission(online("b", 100), NOTHING, 100)
-    assert budget.chunk(online("a", 411, traits=whole), 0) == 411
-    assert budget.chunk(online("a", 412, traits=whole), 0) == 0
+    assert budget.chunk(online("a", 411, traits=whole), NOTHING) == 411
+    assert budget.chunk(online("a", 412, traits=whole), NOTHING) == 0
 
 
 def test_adapters_are_counted_with_those_that_run():
@@ -169,14 +169,14 @@ def test_beams_take_a_slot_each_as_the_engine_counts_them():
 def test_what_is_loaded_from_the_host_takes_memory_but_no_computing():
     request = online("a", 300, max_new_tokens=10)
     view = FakeView(total_kv=312)
-    assert Ledger(view).refusal(request, Match(cached=200, evictable=0, host=200)) is None
+    assert Ledger(view).refusal(request, Match(cached=200, evictable=0, to_load=200)) is None
     tight = FakeView(total_kv=311)
-    match = Match(cached=200, evictable=0, host=200)
+    match = Match(cached=200, evictable=0, to_load=200)
     assert Ledger(tight).refusal(request, match) is SkipReason.MEMORY_BUDGET
     budget = Ledger(view)
-    assert budget.chunk(request, 200, num_loaded=200) == 100
+    assert budget.chunk(request, match) == 100
     budget.charge_admission(request, match, 100)
-    assert budget.available == 312 - 200 - 100 - 1
+    assert budget.kv.available == 312 - 200 - 100 - 1
 
 
 @given(
@@ -198,24 +198,24 @@ def test_a_promise_counts_in_the_plan_that_makes_it_as_in_those_after(
     common = {"caps": caps, "running": requests, "offline": [new]}
     now, later = Ledger(FakeView(**common)), Ledger(FakeView(**common, promises=promises))
     for request in (*requests, new):
-        now.promise(request, promises[request.rid])
-    assert now.promises == promises
+        now.kv.promise(request, promises[request.rid])
+    assert now.kv.promises == promises
     for stopped in (*requests[:1], None):
-        assert now.headroom == later.headroom
-        assert now.shortfall(new, NOTHING) == later.shortfall(new, NOTHING)
+        assert now.kv.headroom == later.kv.headroom
+        assert now.kv.shortfall(new, NOTHING) == later.kv.shortfall(new, NOTHING)
         if stopped is not None:
             now.refund_preemption(stopped)
             later.refund_preemption(stopped)
     now.charge_admission(new, NOTHING, 60)
     later.charge_admission(new, NOTHING, 60)
-    assert now.headroom == later.headroom
+    assert now.kv.headroom == later.kv.headroom
 
 
 def test_what_is_promised_is_what_is_kept():
     request = offline("a", 100, max_new_tokens=1000)
     ledger = Ledger(FakeView(caps=make_caps(promises=True), total_kv=500))
     assert ledger.refusal(request, NOTHING) is SkipReason.MEMORY_BUDGET
-    ledger.promise(request, 50)
+    ledger.kv.promise(request, 50)
     assert ledger.refusal(request, NOTHING) is None
     ledger.charge_admission(request, NOTHING, 100)
-    assert ledger.headroom == 500 - 100 - 1 - 50
+    assert ledger.kv.headroom == 500 - 100 - 1 - 50

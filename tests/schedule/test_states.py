@@ -7,29 +7,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cosched.core.estimates import LengthEstimate
-from cosched.core.kv_state import Match, StateSlots
+from cosched.core.kv_state import Match
 from cosched.core.plan import SkipReason
 from cosched.pool.pool import ArrivalOrder
 from cosched.schedule.ledger import Ledger
 from cosched.schedule.preemption import num_lost, should_finish
-from tests.factories import FakeView, Linear, decoding, make_caps, offline, online
+from tests.factories import FakeView, Linear, decoding, offline, online
 from tests.schedule.test_every_policy import plan_of
 
 NOTHING = Match(cached=0, evictable=0)
-CAPS = make_caps(states_per_request=3, states_held=1)
 
 
 @given(
     num_slots=st.integers(0, 30),
-    num_free=st.integers(0, 30),
     steps=st.lists(st.sampled_from(["admit", "preempt", "fork"]), max_size=20),
 )
-def test_no_slot_is_spent_twice(num_slots, num_free, steps):
-    num_free = min(num_free, num_slots)
+def test_no_slot_is_spent_twice(num_slots, steps):
     running = [decoding(offline(f"run{i}")) for i in range(20)]
-    states = StateSlots(free=num_free, evictable=num_slots - num_free)
-    caps = replace(CAPS, max_running_requests=64)
-    ledger, left = Ledger(FakeView(caps=caps, running=tuple(running), states=states)), num_slots
+    ledger, left = Ledger(FakeView(running=tuple(running), states=num_slots)), num_slots
     for number, step in enumerate(steps):
         if step == "fork":
             ledger.fork().refund_preemption(running[0])
@@ -48,7 +43,7 @@ def test_no_slot_is_spent_twice(num_slots, num_free, steps):
 @pytest.mark.parametrize("policy", ["cosched", "hygen"])
 def test_an_online_request_takes_the_slots_of_offline_ones(policy):
     running = tuple(decoding(offline(f"off{i}", max_new_tokens=100)) for i in range(3))
-    view = FakeView(caps=CAPS, running=running, online=(online("on"),), states=StateSlots(free=1))
+    view = FakeView(running=running, online=(online("on"),), states=1)
     plan = plan_of(policy, view)
     assert plan.prefill.keys() == {"on"}
     assert {p.rid for p in plan.preempt} == {"off1", "off2"}, "two slots of the youngest"
@@ -73,13 +68,12 @@ class Pool(list):
 def test_a_chunk_ends_where_prompts_part(policy, num_cached, num_tokens):
     """The others find a checkpoint there; a few tokens are not worth a chunk."""
     view = FakeView(
-        caps=CAPS,
         offline=Pool([offline("off", 400)]),
-        states=StateSlots(free=9),
+        states=9,
         cached={"off": Match(cached=num_cached, evictable=0)},
     )
     assert plan_of(policy, view).prefill == {"off": num_tokens}
-    plain = replace(view, caps=make_caps(), states=None)
+    plain = replace(view, states=None)
     assert plan_of(policy, plain).prefill == {"off": 400 - num_cached}
 
 
@@ -91,10 +85,9 @@ def test_what_would_lose_more_than_it_has_to_do_finishes(policy):
         for rid in ("kept", "ending")
     )
     view = FakeView(
-        caps=CAPS,
         running=(kept, ending),
         online=(online("on"),),
-        states=StateSlots(free=2),
+        states=2,
         checkpoints={"ending": 0},
         lengths={"ending": LengthEstimate(5, 5), "kept": LengthEstimate(5, 5)},
         mean_iteration_s=0.01,

@@ -6,7 +6,7 @@ from cosched.core.batch import BatchTotals
 from cosched.core.plan import PreemptMode
 from cosched.schedule.builder import PlanBuilder
 from cosched.schedule.preemption import preempt_mode
-from tests.factories import FakeView, decoding, make_caps, offline
+from tests.factories import FakeView, decoding, offline
 
 
 class Timed:
@@ -22,7 +22,6 @@ class Timed:
 def view_of(*, total, host, load_s, evictable=0):
     running = decoding(offline("r", 400))
     view = FakeView(
-        caps=make_caps(host_tokens=host),
         running=(running,),
         total_kv=total,
         evictable_kv=evictable,

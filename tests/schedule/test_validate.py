@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from cosched.core.plan import Hosting, Plan, Preemption, PreemptMode
+from cosched.core.plan import Loan, Plan, Preemption, PreemptMode
 from cosched.core.request import Traits
 from cosched.errors import PlanError
 from cosched.schedule.validate import validate
@@ -30,7 +30,7 @@ RUNNING = decoding(online("r"))
         (Plan(decodes=False), "nothing decodes and nothing is prefilled"),
         (Plan(prefill={"u": 5}, decodes=False), "are paused"),
         (Plan(prefill={"u": 5}, promise={"r": 100}), "keeps its own reserve"),
-        (Plan(prefill={"u": 5}, hosts={"r": Hosting(host="u", offset=3)}), "no account of that"),
+        (Plan(prefill={"u": 5}, loans={"r": Loan(lender="u", offset=3)}), "lends KV, but"),
         (
             Plan(preempt=(Preemption(rid="r", mode=PreemptMode.CHECKPOINT),)),
             "no host memory for the KV of .'r'",

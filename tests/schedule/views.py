@@ -7,8 +7,9 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from cosched.core.estimates import LengthEstimate
-from cosched.core.kv_state import Match, StateSlots, WindowKv
+from cosched.core.kv_state import Match
 from cosched.core.request import Traits
+from cosched.memory.window_memory import WindowPool
 from tests.factories import FakeView, decoding, make_caps, offline, online, prefilled
 
 
@@ -23,8 +24,6 @@ def views(draw):
         mixed_batches=draw(st.booleans()),
         partial_decode=draw(st.booleans()),
         promises=True,
-        hosts=True,
-        host_tokens=draw(st.sampled_from([0, 5000])),
     )
     whole = st.builds(
         Traits,
@@ -72,20 +71,19 @@ def views(draw):
         caps = replace(caps, max_running_requests=most)
     states, checkpoints = None, {}
     if draw(st.booleans()):
-        caps = replace(caps, states_per_request=3, states_held=1)
-        states = StateSlots(free=draw(st.sampled_from([6, 20])))
+        states = draw(st.sampled_from([6, 20]))
         under_way = (*running, *unfinished)
         checkpoints = {r.rid: r.num_computed_tokens // 2 for r in under_way if draw(st.booleans())}
-    window_kv = None
+    windows = None
     if draw(st.booleans()):
-        caps = replace(caps, window_tokens=48, window_slack=16)
         free, evictable = draw(st.sampled_from([0, 160, 800])), draw(st.sampled_from([0, 400]))
         if not (running or unfinished):
             evictable = 2000 - free  # no request holds any
         reserved = draw(st.sampled_from([0, 100]))
-        window_kv = WindowKv(total=2000, free=free, evictable=evictable, reserved=reserved)
+        windows = WindowPool(48, 16, free, evictable, reserved)
     return FakeView(
-        window_kv=window_kv,
+        windows=windows,
+        host_free=draw(st.sampled_from([None, 0])),
         states=states,
         checkpoints=checkpoints,
         caps=caps,

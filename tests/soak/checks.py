@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from cosched.core.wire import class_of_priority
 from cosched.engine.waiting import WaitingQueue
 from cosched.lab.local_engine import Reply
 from cosched.pool.prefix_pool import PrefixPool
+from cosched.wire import class_of_priority
 from tests.pool.integrity import check_pool
 from tests.soak.engine import SoakEngine
 from tests.soak.traffic import Ask

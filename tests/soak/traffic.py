@@ -14,7 +14,7 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from cosched.core.wire import OFFLINE_PRIORITY, PARAMS_KEY
+from cosched.wire import OFFLINE_PRIORITY, PARAMS_KEY
 from tests.soak.spec import SoakSpec
 
 ADAPTERS = ("A", "B", "C")

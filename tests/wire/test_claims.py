@@ -9,9 +9,9 @@ import pytest
 
 from cosched.config import Config, parse_config
 from cosched.core.request import RequestClass, Slo
-from cosched.core.wire import Wish
 from cosched.errors import ConfigError, LimitError
 from cosched.limits.claims import ANY_KEY, KeyGate, read_claims
+from cosched.wire import Wish
 
 ONLINE, OFFLINE = RequestClass.ONLINE, RequestClass.OFFLINE
 SERVER = Slo(ttft_s=1.0, tpot_s=0.05)

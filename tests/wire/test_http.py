@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 
 import cosched.bootstrap
 from cosched.batch.service import InProcessTransport
-from cosched.core.wire import OFFLINE_PRIORITY
 from cosched.server.preparation import AT_ONCE, LoopLag, PreparationGate
+from cosched.wire import OFFLINE_PRIORITY
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 GENERATE, EMBEDDINGS, MESSAGES = "/generate", "/v1/embeddings", "/v1/messages"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cosched.core import wire
+from cosched import wire
 from cosched.core.request import RequestClass, Slo
 from cosched.errors import RequestError
 from cosched.limits.sequences import asked

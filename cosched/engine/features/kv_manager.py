@@ -26,7 +26,6 @@ from cosched.engine import port
 from cosched.engine.feature import Feature
 from cosched.engine.host_core import HostedTreeCore
 from cosched.engine.kv_readers import KvReaders
-from cosched.engine.port import bidirectional
 from cosched.engine.running import own_tokens
 from cosched.engine.support import chooses_evictions
 from cosched.engine.tracked import TrackedRequest
@@ -34,11 +33,12 @@ from cosched.engine.tree_core import KvTreeCore, can_watch
 from cosched.engine.waiting import WaitingQueue
 from cosched.memory.config import KvConfig
 from cosched.memory.demand import OnlineDemand
-from cosched.memory.eviction import ORDERS, CopyOrder, Eviction, LeastRecentlyUsed, Leaves
+from cosched.memory.eviction import CopyOrder, Eviction, LeastRecentlyUsed, Leaves
 from cosched.memory.node import KvNode, Visit
 from cosched.memory.occupancy import HostOccupancy, KvOccupancy, UseCount, dealt
 from cosched.memory.reuse import ReuseModel, block_hashes
 from cosched.memory.value import KvValue, RecomputeCosts
+from cosched.policies import EVICTION_ORDERS, RESERVATIONS
 from cosched.pool.radix import Shared, pack
 from cosched.pool.tenants import TenantPool
 
@@ -48,7 +48,6 @@ _LEARN_PERIOD_S = 1.0  # between two samples of the demand and of the turnover
 _TURNOVER_SHARE = 0.1  # of the newest sample in the moving average of evicted tokens
 _PLANS_PER_REFRESH = 8  # costs are learned again every 8 plans, ...
 _REFRESHED_DEPTHS = 8  # ... at 8 depths of a prompt
-_MAX_RESERVED = 0.75  # of the memory beyond the present online demand, reserved for its growth
 
 
 def transfer_s_of(scheduler: Any, bandwidth_gb_s: float) -> float:
@@ -159,8 +158,8 @@ class KvManager(Feature):
         self.costs = RecomputeCosts()
         value = KvValue(self.reuse, self.costs, late_weight=config.late_weight)
         value.transfer_s = transfer_s_of(scheduler, config.host_bandwidth_gb_s)
-        assert config.eviction is not None, "resolved, and one of `ORDERS`"
-        self.leaves = Leaves(ORDERS[config.eviction](value), value)
+        assert config.eviction is not None, "resolved, and one of `EVICTION_ORDERS`"
+        self.leaves = Leaves(EVICTION_ORDERS[config.eviction](value), value)
         self.copies: Leaves | None = None
         """Copies in host memory that can be given up; None: there is no host memory."""
         self._is_ranked = not port.parallel().is_alone
@@ -305,7 +304,7 @@ class KvManager(Feature):
         """Held by online requests, and needed by those that are expected to continue. num_own:
         those that they hold outside the tree."""
         held = num_own + self.core.num_held_online
-        if self.config.reservation == "echo":
+        if not RESERVATIONS[self.config.reservation].counts_returning:
             return held
         expected = self.reuse.expected_tokens()
         # KV in host memory needs no place on the device until it is used again. It counts by the
@@ -335,7 +334,7 @@ class KvManager(Feature):
         the latest count."""
         self._uses.look(self.leaves.now_s)
         own, core, scheduler = self._own_tokens(), self.core, self._scheduler
-        evicted, (saved, parted) = self.core.evicted, bidirectional.savings(scheduler)
+        evicted, (saved, parted) = self.core.evicted, port.savings(scheduler)
         host = None
         if isinstance(self.core, HostedTreeCore):
             free = port.host_free(scheduler)
@@ -378,9 +377,5 @@ class KvManager(Feature):
         """Tokens that are reserved for online requests (`KvState.kept`)."""
         if not self.config.reserve:
             return 0
-        total = port.kv_total(self._scheduler)
-        if self.config.reservation == "echo":
-            return min(self.demand.threshold, total)
-        now = min(self.demand.now, total)  # it counts contexts that may come back: more than fits
-        left = total - now
-        return min(self.demand.reserve, now + int(_MAX_RESERVED * left))
+        reservation = RESERVATIONS[self.config.reservation]
+        return reservation.tokens(self.demand, port.kv_total(self._scheduler))

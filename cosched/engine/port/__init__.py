@@ -8,6 +8,7 @@ from __future__ import annotations
 from cosched.engine.port.batch import *  # noqa: F403
 from cosched.engine.port.decode_role import *  # noqa: F403
 from cosched.engine.port.memory import *  # noqa: F403
+from cosched.engine.port.memory_kinds import memories_of as memories_of
 from cosched.engine.port.request import *  # noqa: F403
 from cosched.engine.port.scheduler import *  # noqa: F403
 from cosched.engine.port.stages import *  # noqa: F403

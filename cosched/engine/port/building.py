@@ -26,7 +26,7 @@ class PrefillPlan:
 
     num_tokens  rid -> prompt tokens
     total       prompt tokens of all requests, each in whole pages
-    taken       rid of a running guest -> KV tokens that it has of what was promised to its host
+    taken       rid of a running borrower -> KV tokens that it has of what its lender was promised
     """
 
     num_tokens: Mapping[str, int]

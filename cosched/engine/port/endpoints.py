@@ -8,8 +8,8 @@ from typing import Any
 
 from sglang.srt.entrypoints.openai import protocol
 
-from cosched.core.wire import MAX_TOKENS_KEY
 from cosched.errors import RequestError
+from cosched.wire import MAX_TOKENS_KEY
 
 _TEXT_URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 _EMBEDDING_URLS = ("/v1/embeddings",)

@@ -20,7 +20,7 @@ from sglang.srt.constrained.base_grammar_backend import InvalidGrammarObject
 from sglang.srt.constrained.xgrammar_backend import XGrammarGrammarBackend
 
 from cosched.core.request import RequestClass
-from cosched.core.wire import NAME_KEY, class_of_priority, server_params
+from cosched.wire import NAME_KEY, class_of_priority, server_params
 
 GRAMMAR_LIMIT_S = 20.0
 """For which a grammar may be compiled, from the start of its compilation."""

@@ -12,10 +12,10 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.rust_tree_core.adapter import RustUnifiedTreeCore
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
-from cosched.core.kv_state import WindowKv
 from cosched.engine.port import states
 from cosched.engine.port.request import token_ids
 from cosched.memory.node import PathNode
+from cosched.memory.window_memory import WindowMemory, WindowPool
 
 # --- The engine's ---
 
@@ -60,15 +60,22 @@ def window_slack(scheduler: Any) -> int:
     return for_drafts + interval + 2 * page
 
 
-def window_kv(scheduler: Any, *, reserved: int) -> WindowKv:
+def window_pool(scheduler: Any, *, reserved: int) -> WindowPool:
     """That pool."""
-    allocator = scheduler.token_to_kv_pool_allocator
-    return WindowKv(
-        total=int(allocator.size_swa),
+    allocator, window = scheduler.token_to_kv_pool_allocator, window_tokens(scheduler)
+    assert window is not None
+    return WindowPool(
+        window=window,
+        slack=window_slack(scheduler),
         free=int(allocator.swa_available_size()),
         evictable=int(scheduler.tree_cache.swa_evictable_size()),
         reserved=reserved,
     )
+
+
+def has_one_pool(scheduler: Any) -> bool:
+    """Whether the KV of all layers is in one pool."""
+    return not _has_window_pool(scheduler.tree_cache)
 
 
 def _has_window_pool(tree: Any) -> bool:
@@ -89,6 +96,13 @@ def host_free(scheduler: Any) -> int:
     if not scheduler.enable_hierarchical_cache:
         return 0
     return int(scheduler.tree_cache.cache_controller.mem_pool_host.available_size())
+
+
+def savings(scheduler: Any) -> tuple[int, int]:
+    """KV tokens that pages with two owners save now, and ends of requests that were copied to
+    another page since the start; of an allocator that has such pages."""
+    counts = getattr(scheduler.token_to_kv_pool_allocator, "savings", None)
+    return (0, 0) if counts is None else counts()
 
 
 def free_slots(scheduler: Any, running_batch: Any) -> int:
@@ -154,6 +168,11 @@ class Tokens(NamedTuple):
 
     kv: int
     in_window: int
+
+    @property
+    def others(self) -> dict[str, int]:
+        """As `Match.others`."""
+        return {WindowMemory.name: self.in_window} if self.in_window else {}
 
 
 def gain_of_stopping(tree: Any, req: Any) -> Tokens:
@@ -320,16 +339,22 @@ def evictable_at(tree: Any, node: Any) -> Tokens:
     return Tokens(before.kv - held.kv, before.in_window - held.in_window)
 
 
-def window_at(tree: Any, found: Peek) -> int:
-    """Most tokens of the pool of windows that admitting a request takes out of what is evictable.
-    Where the match ends inside of a node, admission splits it."""
+def taken_at(tree: Any, found: Found) -> Tokens:
+    """What admitting a request takes out of what is free or evictable."""
+    held = evictable_at(tree, found.node)
+    return Tokens(held.kv, held.in_window + found.num_host_window)
+
+
+def others_at(tree: Any, found: Peek) -> dict[str, int]:
+    """`Match.others` of a request. Where the match ends inside of a node, admission splits it."""
     if not (found.num_tokens and _has_window_pool(tree)):
-        return 0
+        return {}
     if found.num_pinned == found.num_tokens:
-        return evictable_at(tree, found.node).in_window
+        return evictable_at(tree, found.node).others
     *before, last = path_of(tree.tree_core, found.node)
     part = found.num_tokens - last.start
-    return part + (evictable_at(tree, before[-1].node_id).in_window if before else 0)
+    held = evictable_at(tree, before[-1].node_id).in_window if before else 0
+    return Tokens(0, part + held).others
 
 
 def last_node(req: Any) -> Any:

@@ -13,9 +13,7 @@ from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
 from sglang.srt.runtime_context import get_exec, get_parallel, get_schedule, get_spec
 
 from cosched.core.caps import EngineCaps
-from cosched.engine.port.memory import host_total, window_slack, window_tokens
 from cosched.engine.port.read_once import reads_once
-from cosched.engine.port.states import checkpoint_tokens, slots_held, slots_per_request
 from cosched.predict.fitted import GraphSizes
 
 # --- Limits ---
@@ -64,18 +62,11 @@ def caps_of(scheduler: Any) -> EngineCaps:
         mixed_batches=bool(scheduler.is_mixed_chunk),
         partial_decode=can_split(scheduler),
         promises=True,
-        hosts=True,
         shared_prefix=reads_once() and scheduler.spec_algorithm.is_none(),
         decode_reserve=1 if scheduler.spec_algorithm.is_none() else get_alloc_reserve_per_decode(),
-        window_tokens=window_tokens(scheduler),
-        window_slack=0 if window_tokens(scheduler) is None else window_slack(scheduler),
-        host_tokens=host_total(scheduler),
         takes_turns=parallel().group_size > 1
         and not scheduler.spec_algorithm.is_none()
         and not envs.SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION.get(),
-        states_per_request=slots_per_request(scheduler),
-        states_held=slots_held(scheduler),
-        checkpoint_tokens=checkpoint_tokens(scheduler),
     )
 
 

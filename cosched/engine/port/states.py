@@ -16,7 +16,6 @@ from sglang.srt.mem_cache.kv_cache_configurator import MAMBA_CACHE_SIZE_MAX_RUNN
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.runtime_context import get_exec, mamba_checkpoint_grid, mamba_track_grid
 
-from cosched.core.kv_state import StateSlots
 from cosched.memory.node import PathNode
 
 
@@ -25,25 +24,22 @@ def has_states(tree: Any) -> bool:
     return bool(tree.supports_mamba())
 
 
-def slots_of(scheduler: Any) -> StateSlots | None:
-    """All slots at the moment; None: the model has no such layers."""
-    tree, pool = scheduler.tree_cache, scheduler.req_to_token_pool
-    if not has_states(tree):
-        return None
+def slots_left(scheduler: Any) -> int:
+    """Slots that are free, or have a checkpoint that no request uses."""
+    pool = scheduler.req_to_token_pool
+    num_free = int(pool.mamba_allocator.schedulable_available_size())
     # Checkpoints in 8 bits have a pool of their own, and free no slot.
     is_apart = pool.mamba_ckpt_pool is not None
-    return StateSlots(
-        free=int(pool.mamba_allocator.schedulable_available_size()),
-        evictable=0 if is_apart else int(tree.mamba_evictable_size()),
-    )
+    return num_free if is_apart else num_free + int(scheduler.tree_cache.mamba_evictable_size())
 
 
 def num_lost(scheduler: Any) -> int:
     """Slots of an idle engine that neither are free nor hold a checkpoint."""
-    slots = slots_of(scheduler)
-    if slots is None or scheduler.req_to_token_pool.mamba_ckpt_pool is not None:
+    if not has_states(scheduler.tree_cache):
         return 0
-    held = slots.free + slots.evictable + scheduler.tree_cache.mamba_protected_size()
+    if scheduler.req_to_token_pool.mamba_ckpt_pool is not None:
+        return 0
+    held = slots_left(scheduler) + scheduler.tree_cache.mamba_protected_size()
     return int(scheduler.req_to_token_pool.mamba_allocator.size - held)
 
 

@@ -21,7 +21,6 @@ from typing import Any
 import httpx
 
 from cosched.core.request import RequestClass
-from cosched.core.wire import OFFLINE_PRIORITY
 from cosched.errors import ConfigError, CoschedError
 from cosched.lab.metrics.records import RequestRecord
 from cosched.lab.metrics.summary import Summary
@@ -30,6 +29,7 @@ from cosched.lab.simulation.clients import online_client
 from cosched.lab.simulation.requests import offline_client
 from cosched.lab.simulation.run import summarize_run
 from cosched.lab.simulation.run_spec import RunSpec
+from cosched.wire import OFFLINE_PRIORITY
 from cosched_traces.workload import TraceRequest
 
 VOCAB_SIZE = 2000

@@ -176,7 +176,7 @@ class _Script:
     def _rest(self, request: Request, view: View) -> Plan:
         """Finish a prefill that had more to compute than designed, because its prefix was not
         cached. Its batch counts as not run."""
-        num_tokens = Ledger(view).chunk(request, request.num_computed_tokens)
+        num_tokens = Ledger(view).chunk(request, None)
         running = frozenset(r.rid for r in view.running)
         return Plan(
             prefill={request.rid: num_tokens}, decodes=view.caps.mixed_batches, paused=running

@@ -8,11 +8,11 @@ import msgspec
 
 from cosched.core.batch import BatchShape
 from cosched.core.request import RequestClass
-from cosched.core.wire import class_of_priority
 from cosched.engine import port
 from cosched.engine.iteration import Iteration
 from cosched.lab.metrics.records import IterationRecord
 from cosched.memory.occupancy import HostOccupancy, KvOccupancy
+from cosched.wire import class_of_priority
 
 _KV_FIELDS = tuple(f.name for f in msgspec.structs.fields(KvOccupancy) if f.type in (int, bool))
 _HOST_FIELDS = HostOccupancy.__struct_fields__

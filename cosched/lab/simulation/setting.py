@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from cosched.errors import ConfigError, choices
-from cosched.memory.config import ENGINE_ORDERS, EVICTION_ORDERS
-from cosched.policies import POLICIES, PolicyEntry, policy_entry, policy_names
+from cosched.memory.config import ENGINE_ORDERS
+from cosched.policies import EVICTION_NAMES, POLICIES, PolicyEntry, policy_entry, policy_names
 from cosched.predict.fitted import PREDICTORS
 
 
@@ -158,7 +158,7 @@ def setting_of(name: str) -> Setting:
 def with_eviction(entry: Setting, order: str) -> Setting:
     """The setting with another order of eviction, named ``NAME/ORDER``. ConfigError where its
     scheduler has no such order: stock has SGLang's alone."""
-    known = ENGINE_ORDERS if policy_entry(entry.policy).make is None else EVICTION_ORDERS
+    known = ENGINE_ORDERS if policy_entry(entry.policy).make is None else EVICTION_NAMES
     if order not in known:
         raise ConfigError(f"{entry.name} cannot evict by {order!r}; choose from {choices(known)}")
     return replace(

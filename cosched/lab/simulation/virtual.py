@@ -24,15 +24,6 @@ import psutil
 
 from cosched.core.batch import BatchShape
 from cosched.core.request import RequestClass
-from cosched.core.wire import (
-    BEHIND_KEY,
-    HINT_KEY,
-    NAME_KEY,
-    OFFLINE_PRIORITY,
-    PARAMS_KEY,
-    SERVER_KEY,
-    params_of_slo,
-)
 from cosched.engine import port
 from cosched.engine.attach import use_virtual_device
 from cosched.engine.port.prefixes import RunningPrefixes, with_repeated
@@ -55,6 +46,15 @@ from cosched.lab.simulation.virtual_host import HostLink, VirtualTransfers
 from cosched.lab.simulation.windows import seen_through
 from cosched.predict.fitted import GraphSizes
 from cosched.predict.profile_file import EngineIdentity
+from cosched.wire import (
+    BEHIND_KEY,
+    HINT_KEY,
+    NAME_KEY,
+    OFFLINE_PRIORITY,
+    PARAMS_KEY,
+    SERVER_KEY,
+    params_of_slo,
+)
 
 _BYTES_PER_PROMPT_TOKEN = 30
 """Host memory of an unfinished request, here and in SGLang's queues."""

@@ -47,6 +47,7 @@ ENTRIES = (
             # First come, first served, but it knows for which preempted requests KV is kept.
             pool=PoolConfig(utility_ratio=0.0),
             timed=True,
+            section="bros",
             predictor="bros" if name == "bros-literal-cost" else None,
             server_flags=MIXED_CHUNK,
         )

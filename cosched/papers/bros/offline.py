@@ -162,7 +162,7 @@ class _Admission:
             return self._ahead[0]
         matches = [(request, self._view.match(request)) for request in preempted]
         # Tokens of KV to load or to recompute (M^cpu, and what no host memory holds).
-        need = [num_tokens_of(request) - match.cached + match.host for request, match in matches]
+        need = [num_tokens_of(request) - match.cached + match.to_load for request, match in matches]
         return preempted[need.index(min(need))]
 
     def _why_none_fits(self, num_left: int | None) -> SkipReason | None:

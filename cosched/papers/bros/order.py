@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from cosched.core.batch import BatchTotals
 from cosched.core.request import Request, RequestClass, num_tokens_of
+from cosched.papers.bros.config import BrosConfig
 from cosched.schedule.base import PolicySettings
 from cosched.schedule.builder import PlanBuilder
 from cosched.schedule.preemption import recompute_s
@@ -53,9 +54,10 @@ class OnlineOrder:
         self._builder = builder
         self._view = builder.view
         self._slo = settings.slo
-        self._budgets = settings.budgets
+        assert isinstance(settings.own, BrosConfig | None), f"{type(settings.own)=}"
+        self._group = (settings.own or BrosConfig()).token_group
         self.shortest_s = self._isolated_s(None, 1)
-        self.idle_s = self._budgets.idle_share * _target(None, self._slo.ttft_s)
+        self.idle_s = settings.budgets.idle_share * _target(None, self._slo.ttft_s)
         self.entries = self._by_residual()
         first = self._first_attainable()
         fixed_s, num_late = settings.latency_budget_s, 0
@@ -70,7 +72,7 @@ class OnlineOrder:
         is merging them, which is what Fig. 8 is about. O(online requests)."""
         view, builder = self._view, self._builder
         start_s, mean_s = view.start_s, view.mean_iteration_s
-        group = self._budgets.token_group
+        group = self._group
         default_s = _target(None, self._slo.tpot_s)
         entries: list[Entry] = []
         requests, contexts, _ = builder.running_of(RequestClass.ONLINE)
@@ -107,7 +109,7 @@ class OnlineOrder:
             target_s = _target(request.slo.ttft_s, self._slo.ttft_s)
             residual_s = target_s - (view.start_s - request.arrival_s)
         else:  # it was preempted
-            target_s = self._budgets.token_group * _target(request.slo.tpot_s, self._slo.tpot_s)
+            target_s = self._group * _target(request.slo.tpot_s, self._slo.tpot_s)
             residual_s = target_s - (view.start_s - last_s)
         chunk = view.caps.max_chunk_tokens
         if chunk is not None and num_tokens > chunk:

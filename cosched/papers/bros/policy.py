@@ -12,7 +12,7 @@ Bad          a request that ran ahead lends nothing: every gap is measured from 
              that still had time (`late_last`). No prefix order, no look at the memory of later
              iterations.
 Parameters   TTFT and TPOT targets [s], per request or the server's; `Budgets.idle_share`,
-             `Budgets.token_group`; `BrosOptions` for the ablations.
+             `BrosConfig`; `BrosOptions` for the ablations.
 
 Steps (Alg. 1): `OnlineOrder` (lines 3 and 4), `take_online` (5 to 14), `add_offline` (15 to 33). B,
 the most requests in an iteration, doubles after one in which all online requests fit, up to the

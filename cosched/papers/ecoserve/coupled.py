@@ -45,6 +45,7 @@ from cosched.schedule.phases import (
     owes_recomputing,
     preempt_beyond_limit,
 )
+from cosched.schedule.preemption import can_copy
 
 BLOCK = 32
 """KV tokens of a block (§2.1)."""
@@ -151,7 +152,7 @@ class _Packing:
 
     def __init__(self, view: View, options: CoupledOptions) -> None:
         stop = options.stop
-        if stop is PreemptMode.CHECKPOINT and not view.caps.host_tokens:
+        if stop is PreemptMode.CHECKPOINT and not can_copy(view):
             stop = PreemptMode.RECOMPUTE
         self.builder = PlanBuilder(view, stop=stop)
         self._view = view
@@ -197,7 +198,7 @@ class _Packing:
         victims = iter(self._last_first(builder))
         for request in sorted(used_up, key=self._place):
             need = BLOCK * request.traits.num_rows
-            while not builder.is_preempted(request) and builder.ledger.headroom < need:
+            while not builder.is_preempted(request) and builder.ledger.kv.headroom < need:
                 victim = next(victims, None)
                 if victim is None:
                     return
@@ -344,7 +345,7 @@ class _Packing:
         for window in self._windows():
             left = [_Demand(num_tokens_of(r), self._need(r), r) for r in window]
             while left and ledger.slots > 0:
-                compute, memory = self._forward_left(), ledger.headroom
+                compute, memory = self._forward_left(), ledger.kv.headroom
                 fitting = [demand for demand in left if demand.memory <= memory]
                 if compute <= 0 or not fitting:
                     break
@@ -459,7 +460,7 @@ class _Packing:
         """Groups for which there is memory, those whose first request came first before others, and
         whether all have found some. A group is split where memory ends."""
         ledger = self.builder.ledger
-        headroom, slots = ledger.headroom, ledger.slots
+        headroom, slots = ledger.kv.headroom, ledger.slots
         is_idle = not self.builder.runs_anything()
         chosen: list[list[Request]] = []
         for window in islice(self._windows(), 1 if only_online else None):

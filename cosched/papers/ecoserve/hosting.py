@@ -37,7 +37,7 @@ def find_guests(work: Work, queue: Sequence[Entry]) -> None:
         for entry in queue
         for request in entry.members
         # One that still counts as another's guest would take what it has there along.
-        if work.is_patient(request) and ledger.price(request, request.num_output_tokens) <= 0
+        if work.is_patient(request) and ledger.kv.price(request, request.num_output_tokens) <= 0
     ]
     if not patient:
         return
@@ -50,7 +50,7 @@ def find_guests(work: Work, queue: Sequence[Entry]) -> None:
                 return
             del lengths[found]
             guest = patient.pop(found)[1]
-            work.builder.host(guest, host, offset)
+            work.builder.borrow(guest, host, offset)
             work.guests[guest.rid] = (host.rid, offset)
             work.regions[host.rid] = region
             work.start([[guest]])
@@ -82,7 +82,7 @@ def _hosts(work: Work) -> Iterator[tuple[str, int, tuple[int, int]]]:
     drawn again where it lends nothing."""
     lending = {host for host, _ in work.guests.values()}
     work.regions = regions = {rid: r for rid, r in work.regions.items() if rid in lending}
-    promises = work.builder.ledger.promises
+    promises = work.builder.ledger.kv.promises
     for rid in work.groups:
         if rid not in work.guests:
             now, promised = work.progress[rid]

@@ -72,7 +72,7 @@ def add_prompts(work: Work) -> None:
         elif not misses:
             break
         else:
-            misses, most = misses - 1, builder.ledger.headroom
+            misses, most = misses - 1, builder.ledger.kv.headroom
             if not is_searched:
                 queue, is_searched = gate.those_that_fit(queue), True
     if cut is None or (num_left == 0 and cut.request_class is RequestClass.OFFLINE):
@@ -120,7 +120,7 @@ class _Gate:
         builder.promise(request, request.num_output_tokens)
         if builder.admit(request, builder.view.match(request), max(left, _LEAST_CHUNK)):
             return True
-        del builder.ledger.promises[request.rid]
+        del builder.ledger.kv.promises[request.rid]
         return False
 
     def _lets_in(self, request: Request) -> bool:
@@ -131,7 +131,7 @@ class _Gate:
         ):
             return True
         match = view.match(request)
-        num_tokens = num_tokens_of(request) - match.cached + match.host + match.evictable
+        num_tokens = num_tokens_of(request) - match.cached + match.to_load + match.evictable
         if work.is_due and self._account.add(num_tokens, length):
             return True
         if self._pinned + num_tokens > work.reserve and work.runs_anything():

@@ -64,11 +64,11 @@ class Promises:
     @property
     def most(self) -> int:
         """Tokens beyond which nothing more can be set aside."""
-        return self._ledger.headroom - self._least
+        return self._ledger.kv.headroom - self._least
 
     def fits(self, request: Request, length: int) -> bool:
         """Whether KV can be set aside for a GT that waits."""
-        return self._ledger.price(request, request.num_output_tokens + length) <= self.most
+        return self._ledger.kv.price(request, request.num_output_tokens + length) <= self.most
 
     def take(self, request: Request, length: int) -> bool:
         """Set KV aside for a GT that waits. False: it does not fit."""

@@ -21,6 +21,7 @@ from cosched.core.request import Request, RequestClass
 from cosched.papers.ecoserve.config import EcoConfig
 from cosched.schedule.base import PolicySettings
 from cosched.schedule.builder import PlanBuilder
+from cosched.schedule.preemption import can_copy
 
 _RANGES_S = (0.2, 0.5, 2.0)
 """Of the time to a deadline (§3.3)."""
@@ -183,7 +184,7 @@ class Work:
     def _promise(self, request: Request, num_tokens: int) -> bool:
         self.set_aside(request, num_tokens)
         least = self.reserve if num_tokens and self.config.overrun != "reserve" else 0
-        if self.builder.ledger.headroom >= least:
+        if self.builder.ledger.kv.headroom >= least:
             return True
         self.set_aside(request, 0)
         return False
@@ -210,7 +211,7 @@ class Work:
 
     @property
     def offload_mode(self) -> PreemptMode:
-        has_host = bool(self.view.caps.host_tokens)
+        has_host = can_copy(self.view)
         return PreemptMode.CHECKPOINT if has_host else PreemptMode.KEEP_KV
 
 

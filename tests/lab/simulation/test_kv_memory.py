@@ -16,7 +16,7 @@ from cosched.lab.simulation.run import config_of, engine_flags, execute, execute
 from cosched.lab.simulation.run_spec import WorkloadSpec
 from cosched.lab.simulation.setting import setting_of, with_eviction
 from cosched.lab.simulation.virtual_host import VirtualTransfers
-from cosched.memory.config import EVICTION_ORDERS
+from cosched.policies import EVICTION_NAMES
 from cosched.simulate import main
 from tests.lab.simulation.specs import bytes_of, make_spec
 from tests.small_runs import watch_plans
@@ -99,7 +99,7 @@ def test_an_order_of_eviction_is_a_word_behind_the_setting():
     flags = engine_flags(ours)
     assert flags[flags.index("--radix-eviction-policy") + 1] == "lru", "the order is ours"
     assert setting_of("hygen/lru") == with_eviction(setting_of("hygen"), "lru")
-    for order in (None, *EVICTION_ORDERS):
+    for order in (None, *EVICTION_NAMES):
         name = f"echo-bs+e+s+m/{order}" if order else "echo-bs+e+s+m"
         assert config_of(spec_with_kv(name, 6_000)).named_kv().eviction == (order or "echo")
     for name in ("priority/value", "hygen/fifo", "s0/echo"):

@@ -190,8 +190,8 @@ def test_hygen_attains_what_online_requests_alone_do_and_gets_offline_work_done(
 
 @pytest.mark.parametrize(("mode", "is_told"), [("oracle", True), ("histogram", False)])
 def test_only_an_oracle_is_told_how_long_responses_get(mode, is_told, monkeypatch):
-    from cosched.core.wire import hint_of_params
     from cosched.engine.lengths import Lengths
+    from cosched.wire import hint_of_params
 
     hints = []
 

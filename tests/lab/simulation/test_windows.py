@@ -21,13 +21,14 @@ def test_half_of_a_context_ends_after_the_window():
 @pytest.mark.parametrize("policy", ["cosched", "hygen"])
 def test_a_small_pool_of_windows_is_never_overdrawn(policy, monkeypatch):
     def look(_policy, view, *_):
-        most = view.caps.window_tokens + view.caps.window_slack
+        (windows,) = view.memories
+        pool, reads = windows.pool, windows.reads
+        most = pool.window + pool.slack
         reserves = [
-            min(view.window_output(r), max(most - port.num_own_in_window(r.req), 0))
-            for r in view.running
+            min(reads.output(r), max(most - port.num_own_in_window(r.req), 0)) for r in view.running
         ]
-        assert [*map(view.window_reserve_of, view.running)] == reserves
-        assert view.window_kv.reserved == sum(reserves)
+        assert [*map(reads.reserve_of, view.running)] == reserves
+        assert pool.reserved == sum(reserves)
 
     watch_plans(monkeypatch, look)
     spec = spec_of(policy, overlap=True)

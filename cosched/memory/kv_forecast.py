@@ -2,7 +2,7 @@
 
 The lengths of many outputs together are predictable, and memory that one request releases serves
 another. So no KV is set aside: a request is admitted if the predicted peak of the KV memory
-(`cosched.schedule.load`) stays below its size.
+(`cosched.memory.load_ahead`) stays below its size.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from cosched.core.kv_state import Match
 from cosched.core.request import Request, RequestClass, num_tokens_left, num_tokens_of
 from cosched.core.view import Outlook, View
-from cosched.schedule.load import LoadAhead, MostHeld
+from cosched.memory.load_ahead import LoadAhead, MostHeld
 
 _DEVIATIONS = {RequestClass.ONLINE: 1.0, RequestClass.OFFLINE: 2.0}
 """Standard deviations of the total for which there must be memory when a request of that class is
@@ -150,7 +150,7 @@ class KvForecast:
 
     def _new(self, request: Request, match: Match) -> _Kv:
         """A waiting request."""
-        held = num_tokens_of(request) - match.cached + match.host + match.evictable
+        held = num_tokens_of(request) - match.cached + match.to_load + match.evictable
         return _kv_of(self._view, request, held + self._view.caps.page_size)
 
 

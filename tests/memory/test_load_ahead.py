@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cosched.schedule import load
-from cosched.schedule.load import LoadAhead, MostHeld
+from cosched.memory import load_ahead
+from cosched.memory.load_ahead import LoadAhead, MostHeld
 
 ends_of_one = st.lists(st.integers(1, 25), min_size=1, max_size=3).map(sorted)
 one = st.tuples(st.integers(0, 40), ends_of_one)
@@ -92,7 +92,7 @@ def test_the_last_page_of_each_is_filled_to_an_unknown_part():
 def test_where_there_are_too_many_times_to_look_at_it_is_no_less(requests, deviations):
     exact = load_of(requests).peak(deviations)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(load, "_MOST_TIMES", 16)
+        patch.setattr(load_ahead, "_MOST_TIMES", 16)
         roughly = load_of(requests)
     assert roughly.peak(0.0) >= load_of(requests).peak(0.0) - 1e-6
     assert roughly.peak(deviations) == pytest.approx(exact, rel=0.1)

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cosched.core.estimates import LengthEstimate
-from cosched.schedule import forecast
+from cosched.memory import kv_forecast
+from cosched.memory.kv_forecast import KvForecast
 from cosched.schedule.base import UNLIMITED
 from cosched.schedule.builder import PlanBuilder
-from cosched.schedule.forecast import KvForecast
 from cosched.schedule.phases import two_phases
 from cosched.schedule.validate import validate
 from tests.factories import FakeView, decoding, make_caps, offline, online, prefilled
@@ -148,13 +148,13 @@ def test_a_preemption_reads_the_running_requests_once(monkeypatch):
     """For the trial and for the plan."""
     num_made = 0
 
-    class Counted(forecast.LoadAhead):
+    class Counted(kv_forecast.LoadAhead):
         def __init__(self, *args, **fields):
             nonlocal num_made
             num_made += 1
             super().__init__(*args, **fields)
 
-    monkeypatch.setattr(forecast, "LoadAhead", Counted)
+    monkeypatch.setattr(kv_forecast, "LoadAhead", Counted)
     view = FakeView(
         caps=make_caps(promises=True, max_running_requests=4),
         running=tuple(decoding(offline(f"r{i}", 50)) for i in range(4)),

@@ -18,8 +18,9 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.utils.common import async_h2d
 
 from cosched.core.request import RequestClass
-from cosched.core.wire import class_of_priority
+from cosched.errors import ConfigError
 from cosched.papers.bros.pages import PreemptionTable, Tail
+from cosched.wire import class_of_priority
 
 
 class _Rows(NamedTuple):
@@ -55,6 +56,10 @@ class BidirectionalAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
         pages. Below 0: decodes lack memory, and a request must be preempted."""
         page_size: int = self.page_size
         return int(super().available_size()) - self.table.num_threatened * page_size
+
+    def savings(self) -> tuple[int, int]:
+        """KV tokens that sharing saves now, and tails that were copied since the start."""
+        return self.table.num_shared * self.page_size, self.num_parted
 
     # --- Taking slots ---
 
@@ -297,19 +302,18 @@ class _Draft:
 # --- A scheduler ---
 
 
-def why_not(scheduler: Any) -> str | None:
-    """Why pages of its model cannot be shared; None: they can."""
-    pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
-    if type(pool) is not MHATokenToKVPool:
-        return f"copies between pages of a {type(pool).__name__} are not supported"
-    return None
-
-
 def share_pages(scheduler: Any) -> None:
-    """Prepare copies between pages."""
+    """Prepare copies between pages, if its allocator shares them. ConfigError if pages of its model
+    cannot be copied."""
     allocator = scheduler.token_to_kv_pool_allocator
-    assert isinstance(allocator, BidirectionalAllocator), f"{type(allocator)=}"
+    if not isinstance(allocator, BidirectionalAllocator):
+        return
     pool = allocator.get_kvcache()
+    if type(pool) is not MHATokenToKVPool:
+        raise ConfigError(
+            "kv.bidirectional_pages cannot be had here: copies between pages of a "
+            f"{type(pool).__name__} are not supported"
+        )
     if scheduler.device == "cpu":
         pool.use_native_move_kv_cache = True
         return
@@ -317,14 +321,6 @@ def share_pages(scheduler: Any) -> None:
         pool._init_kv_copy_and_warmup()  # stock has it for speculative decoding only
     device = torch.get_device_module(scheduler.device)
     allocator.before_copy = lambda: device.current_stream().wait_stream(scheduler.forward_stream)
-
-
-def savings(scheduler: Any) -> tuple[int, int]:
-    """KV tokens that sharing saves now, and tails that were copied since the start."""
-    allocator = scheduler.token_to_kv_pool_allocator
-    if not isinstance(allocator, BidirectionalAllocator):
-        return 0, 0
-    return allocator.table.num_shared * allocator.page_size, allocator.num_parted
 
 
 # --- Hooks (`cosched_patches.memory`) ---
