@@ -75,7 +75,7 @@ def test_the_time_of_a_batch_does_not_depend_on_the_one_before_it(tmp_path):
     """The launch of a prefill takes longer than the device does for small batches."""
     path = tmp_path / "a.json"
     launches = ("--launch-ms", "1.5", "--eager-layer-ms", "0.25")
-    options = ("--batches", "60", "--repeats", "1")
+    options = ("--batches", "60", "--repeats", "1", "--max-context", "8192")
     measure("--write", str(path), "--virtual", *MACHINE, *launches, *options)
     truth = make_cost_model("roofline", model="Llama-3.1-8B", gpu="H100")
     errors = []
@@ -225,7 +225,7 @@ def test_an_interrupted_measurement_leaves_no_file(tmp_path, monkeypatch):
     with pytest.raises(SystemExit) as ended:
         measure(
             *("--write", str(tmp_path / "p.json"), "--virtual", *MACHINE),
-            *("--batches", "60", "--repeats", "1"),
+            *("--batches", "4", "--repeats", "1", "--max-context", "512"),
         )
     assert ended.value.code == 130
     assert list(tmp_path.iterdir()) == []

@@ -127,7 +127,8 @@ def test_no_more_sessions_than_asked_for_are_under_way():
 
 
 def test_the_command_takes_a_number_of_sessions_or_a_rate_of_starts(capsys):
-    options = ["--cost-model", "roofline", "--kv-tokens", "20000", "--duration", "5", "--quiet"]
+    options = ["--cost-model", "roofline", "--kv-tokens", "20000", "--duration", "3", "--quiet"]
+    options += ["--max-running-requests", "32"]
     for given_as, option in (("num_sessions", "--online-sessions"), ("rate", "--online-rate")):
         simulate.main(["--online", "multi-turn", option, "3", *options])
         shown = json.loads(capsys.readouterr().out.splitlines()[-1])

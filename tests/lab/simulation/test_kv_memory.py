@@ -109,7 +109,7 @@ def test_an_order_of_eviction_is_a_word_behind_the_setting():
 
 def test_the_command_takes_the_order_and_writes_the_log(tmp_path, capsys):
     path = tmp_path / "kv.jsonl"
-    asked = "--online multi-turn --online-sessions 2 --kv-tokens 9000 --duration 20 --quiet"
+    asked = "--online multi-turn --online-sessions 2 --kv-tokens 9000 --duration 4 --quiet"
     main([*asked.split(), "--kv-eviction", "echo", "--kv-log", str(path)])
     times_s = [json.loads(line)["time_s"] for line in path.read_text().splitlines()]
     assert len(times_s) >= 3 and times_s[0] < 1.0

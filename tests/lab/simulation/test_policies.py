@@ -263,15 +263,15 @@ def test_coupled_schedulers_serve_far_more_at_once_than_fits(tmp_path, name, mod
 
 def test_a_job_meets_a_window_that_it_would_miss_in_its_turn_and_chat_does_not_notice():
     """The job rises when what is left of it needs all the time that is left."""
-    window_s, num_in_job = 30.0, 100
+    window_s, num_in_job = 20.0, 60
     spec = make_spec(
         "cosched",
         machine={"kv_tokens": 60_000, "chunk_tokens": 1024},
         online=WorkloadSpec(name="azure-like", rate=2.0),
-        offline=WorkloadSpec(name="bros-offline", num_requests=400, client="all"),
+        offline=WorkloadSpec(name="bros-offline", num_requests=260, client="all"),
         duration_s=window_s,
-        # Two seconds before its end are far too late for a job that takes fourteen.
-    ).configured(pool={"deadline_margin_s": 2.0})
+        # Two seconds before its end are far too late for a job that takes eight.
+    ).configured(pool={"deadline_margin_s": 2.0, "num_buckets": 1})
 
     def served(deadline_s):
         online, offline = load_requests(spec)

@@ -200,7 +200,8 @@ def write(path, num, *, max_tokens=8):
 def test_an_estimate_says_when_the_file_is_finished_and_how_often_it_is_not(tmp_path, capsys):
     def ask(path, *options):
         common = ("--trace", "azure-like", "--cost-model", "roofline", "--rate", "0.3", "--quiet")
-        estimate([str(path), *common, "--window", "1m", *options])
+        machine = ("--kv-tokens", "20000", "--max-running-requests", "32")
+        estimate([str(path), *common, *machine, "--window", "1m", *options])
         return json.loads(capsys.readouterr().out.splitlines()[-1])
 
     path = write(tmp_path / "in.jsonl", 24)
@@ -217,7 +218,8 @@ def test_an_estimate_says_when_the_file_is_finished_and_how_often_it_is_not(tmp_
     assert half["lines"] == 24 and half["starts"][0]["finished"] == 12
     assert half["latest_finish_s"] < slow["latest_finish_s"]
     assert half["starts"][0]["saturation"] is None, "the run is too short to tell"
-    missed = ask(write(tmp_path / "long.jsonl", 24, max_tokens=900), *alone)
+    slow_gpu = ("--slower", "4", "--slower-after", "0")
+    missed = ask(write(tmp_path / "long.jsonl", 24, max_tokens=200), *alone, *slow_gpu)
     assert missed["miss_chance"] == 1 and missed["latest_finish_s"] is None
     assert 0 < missed["starts"][0]["finished"] < 24
 
@@ -273,14 +275,15 @@ def test_a_wrong_file_or_window_is_reported_in_one_sentence(
 # -- `cosched simulate` ---------------------------------------------------------------------------
 
 DOCUMENTS = ("--offline", "documents", "--offline-requests", "4", "--quiet")
+SMALL = ("--max-running-requests", "32")
 
 
 def test_a_run_that_ends_early_says_why(capsys):
-    simulate.main([*DOCUMENTS, "--duration", "60"])
+    simulate.main([*DOCUMENTS, *SMALL, "--duration", "60"])
     shown = capsys.readouterr()
     assert " of 60 s: all 4 offline requests were finished" in shown.err
     assert json.loads(shown.out.splitlines()[-1])["end_s"] < 60
-    simulate.main([*DOCUMENTS, "--duration", "0.2"])
+    simulate.main([*DOCUMENTS, *SMALL, "--duration", "0.2"])
     assert "It ended at" not in capsys.readouterr().err
 
 
