@@ -36,6 +36,8 @@ CONFIGS = {
     "buckets": PoolConfig(utility_ratio=0.9, bucket_boundaries=(3, 6), deadline_margin_s=20.0),
 }
 
+seeds = pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
+
 
 def max_passed_over(config, num_older):
     """After how many admissions of others a request goes at the latest (docs/architecture.md).
@@ -68,7 +70,7 @@ def random_request(rng, **fields):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("seed", range(2))
+@seeds
 def test_pool_orders_as_sorting_everything_anew_would(name, seed):
     rng = random.Random(seed)
     cached = []
@@ -153,7 +155,7 @@ def test_the_expected_hit_ratio_is_met_where_stale_requests_bring_their_siblings
 
 @pytest.mark.parametrize("ratio", [0.0, 0.25, 0.5, 0.75, 0.9, 0.99])
 @pytest.mark.parametrize("patience", [0, 5])
-@pytest.mark.parametrize("seed", range(2))
+@seeds
 def test_nobody_is_passed_over_more_often_than_the_bound(ratio, patience, seed):
     rng = random.Random(seed)
     pool = PrefixPool(PoolConfig(utility_ratio=ratio, patience=patience, least_shared=1))

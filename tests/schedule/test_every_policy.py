@@ -53,7 +53,7 @@ STATES = {
 @pytest.mark.parametrize(
     "family", ["cosched", "hygen", "sarathi", "echo", "bros", "eco-", "ecoserve"]
 )
-@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=80, suppress_health_check=[HealthCheck.too_slow])
 @given(view=views(), data=st.data())
 def test_no_plan_is_refused_and_no_engine_is_left_idle(family, view, data):
     name = data.draw(st.sampled_from([name for name in MAKERS if name.startswith(family)]))

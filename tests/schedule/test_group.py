@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cosched.core.group import NO_OTHERS, OtherRanks, RankNeeds, others_of
@@ -81,7 +81,6 @@ requests if it gets one."""
 
 
 @pytest.mark.parametrize("name", GROUPED)
-@settings(max_examples=100)
 @example(view=ADMITTED_BY_ANOTHER_RULE)
 @given(view=views())
 def test_a_group_of_one_rank_plans_as_without_a_group(name, view):
@@ -146,7 +145,6 @@ def test_decodes_of_other_ranks_set_the_pace(name):
 
 
 @policies
-@settings(max_examples=100, deadline=None)
 @given(members=st.lists(views(), min_size=2, max_size=4))
 def test_no_rank_is_longer_than_what_all_allow_or_one_takes(name, members):
     needs = [needs_of(name, view) for view in members]

@@ -64,7 +64,7 @@ def test_the_device_is_idle_for_what_it_does_not_hide_of_the_host_time(costs, na
         assert len(gaps_s) > 100 and gaps_s == pytest.approx(0.005, abs=1e-9)
 
 
-@pytest.mark.parametrize("name", ["s1", "hygen"])
+@pytest.mark.parametrize("name", [pytest.param("s1", marks=pytest.mark.long), "hygen"])
 def test_a_slower_host_never_ends_a_job_earlier(name, tmp_path):
     spec = make_spec(
         name, online=None, offline=lengths(tmp_path / "job.csv", [60] * 12), duration_s=60.0

@@ -270,7 +270,8 @@ def test_a_job_meets_a_window_that_it_would_miss_in_its_turn_and_chat_does_not_n
         online=WorkloadSpec(name="azure-like", rate=2.0),
         offline=WorkloadSpec(name="bros-offline", num_requests=260, client="all"),
         duration_s=window_s,
-        # Two seconds before its end are far too late for a job that takes eight.
+        # Two seconds before its end are far too late for a job that takes eight. One bucket: in its
+        # turn the job is the last.
     ).configured(pool={"deadline_margin_s": 2.0, "num_buckets": 1})
 
     def served(deadline_s):
