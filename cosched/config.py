@@ -27,7 +27,7 @@ from cosched.papers.ecoserve.config import EcoConfig
 from cosched.policies import EVICTION_NAMES, RESERVATIONS, policy_entry, without_tolerance
 from cosched.pool.prefix_pool import PoolConfig
 from cosched.predict.fitted import PREDICTORS
-from cosched.predict.lengths import LengthConfig
+from cosched.predict.length_estimator import LengthConfig
 from cosched.predict.tolerance import ToleranceConfig
 from cosched.schedule.base import Budgets
 from cosched.wire import SERVICE_TIERS, Bounds
@@ -157,7 +157,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     tolerance          by how much online requests may be slower than alone, for cosched and its
                        ablations (docs/policies.md); absent: only targets count
     kv                 what is evicted first, and what offline work may take (docs/architecture.md)
-    length             how reply lengths are predicted (`cosched.predict.lengths`); absent:
+    length             how reply lengths are predicted (`cosched.predict.length_estimator`); absent:
                        the policy's own
     bros               what BROS leaves to the operator, for the policies of that name
     ecoserve           what EcoServe leaves to the operator, for the policies of that name

@@ -25,9 +25,9 @@ from cyclopts import Parameter
 from cosched.cli import JsonOption, OldFile, new_app, run, whole
 from cosched.core.plan import Plan
 from cosched.engine.log.decisions import Decision, Header, RequestFacts
+from cosched.engine.log.log_summary import LogSummary, table
 from cosched.engine.log.read import Entry, read_log
 from cosched.engine.log.story import Story
-from cosched.engine.log.summary import LogSummary, table
 from cosched.errors import ConfigError
 
 _MOST_IDS = 10

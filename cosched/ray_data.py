@@ -29,10 +29,10 @@ from cosched.batch.jsonl.client import Client, RetryRules
 from cosched.batch.jsonl.config import normal_base_url
 from cosched.batch.jsonl.errors import JobFileError, ServerGoneError, first_error
 from cosched.batch.jsonl.journal import AppendFile
+from cosched.batch.jsonl.line_results import Answer, Outcome, record_of
 from cosched.batch.jsonl.lines import BadLine, RawLine, RequestLine, parse_line
 from cosched.batch.jsonl.parquet_decoder import COLUMNS, line_of
 from cosched.batch.jsonl.prefix_order import LINES_AT_SERVER, prefix_key
-from cosched.batch.jsonl.records import Answer, Outcome, record_of
 from cosched.cli import Count, JsonOption, new_app, run, whole
 from cosched.errors import ConfigError
 

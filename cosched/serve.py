@@ -103,7 +103,7 @@ def _serve(server_args: Any) -> None:
 def with_batches(config: Config, resolved: Any) -> Config:
     """With a folder for batches unless the configuration names one. Where the default folder cannot
     be used, the server says why and has no batches."""
-    from cosched.batch.opening import check_store, default_folder
+    from cosched.batch.open_store import check_store, default_folder
 
     if config.batches.folder is not None:
         return config

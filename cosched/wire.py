@@ -149,7 +149,7 @@ VLLM_HEADER = "x-vllm-priority"
 body's priority (vllm-project/vllm#51089). Here a higher one is earlier, so its sign changes."""
 
 USAGE_HEADER = "x-cosched-usage"
-"""Of a request: the ``usage`` of its reply shall say what it cost (`cosched.predict.account`)."""
+"""Of a request: the ``usage`` of its reply shall say what it cost (`predict.cost_account`)."""
 
 SERVER_KEY = "cosched_server"
 """In ``custom_params``: what the HTTP side tells the scheduler. Clients cannot set it."""

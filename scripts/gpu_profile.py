@@ -52,7 +52,7 @@ from gpu_kernels import (
 )
 
 from cosched.core.batch import BatchShape
-from cosched.lab.cost_models.base import L2_SPEEDUP, ONCE_OVERHEAD, PrefixReads
+from cosched.lab.cost_models.cost_model import L2_SPEEDUP, ONCE_OVERHEAD, PrefixReads
 from cosched.lab.cost_models.roofline import RooflineModel
 from cosched.lab.cost_models.specs import GPUS, MODELS
 from cosched.versions import versions

@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 
 from cosched.core.batch import BatchShape, BatchTotals, Prefill
 from cosched.core.estimates import Predictor
-from cosched.lab.cost_models.base import CostModel
+from cosched.lab.cost_models.cost_model import CostModel
 from cosched.lab.cost_models.overheads import Launches
 from cosched.lab.simulation import machine as machines
 from cosched.lab.simulation import run

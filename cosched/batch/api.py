@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from cosched.batch.data import Batch, File, NewBatch, Offer, Status
+from cosched.batch.batch_records import Batch, File, NewBatch, Offer, Status
 from cosched.batch.errors import ApiError
 from cosched.batch.forecast import Outlook
 from cosched.batch.jsonl.lines import URLS, canonical_url

@@ -21,8 +21,8 @@ from typing import Any
 import msgspec
 import sqlalchemy as sa
 
+from cosched.batch.batch_records import Status
 from cosched.batch.callback_rules import CallbackRules, RefusedUrlError
-from cosched.batch.data import Status
 from cosched.batch.database import Database, callbacks
 
 

@@ -12,7 +12,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from cosched.batch.data import NewLine
+from cosched.batch.batch_records import NewLine
 from cosched.batch.jsonl.prefix_order import CHUNK_DIGEST_BYTES, MAX_CHUNKS
 
 TO_A_BORDER = 32

@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cosched.batch.data import Status
-from cosched.batch.jsonl.records import Failure
+from cosched.batch.batch_records import Status
+from cosched.batch.jsonl.line_results import Failure
 from cosched.errors import CoschedError
 
 _STORE_RETRY_S = 5

@@ -19,17 +19,17 @@ from itertools import count, groupby
 from operator import itemgetter
 from typing import Any, BinaryIO
 
-from cosched.batch.claims import Claims, Here
+from cosched.batch.batch_records import WITH_LINES, Batch, Finished, Status
 from cosched.batch.config import BatchesConfig
-from cosched.batch.data import WITH_LINES, Batch, Finished, Status
 from cosched.batch.documents import Claim
 from cosched.batch.errors import Redaction, StoreUnavailableError
 from cosched.batch.files import FileStore
 from cosched.batch.forecast import Forecast, Outlook, forecasts_of, outlooks_of
+from cosched.batch.free_places import Claims, Here
 from cosched.batch.ingest import LineRules, ServedModels, ValidationTurns, validate
 from cosched.batch.jsonl.client import Client
+from cosched.batch.jsonl.line_results import Answer, Failure
 from cosched.batch.jsonl.lines import BadLine, RequestLine
-from cosched.batch.jsonl.records import Answer, Failure
 from cosched.batch.rate import Ended, Progress, Rate, RateMeter, past_rate
 from cosched.batch.scaling import needed_ratio, replicas_wanted
 from cosched.batch.storage import FailureLog, FilesUnavailableError

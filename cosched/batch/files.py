@@ -16,8 +16,8 @@ from typing import Any, BinaryIO
 
 import sqlalchemy as sa
 
+from cosched.batch.batch_records import OPEN, File
 from cosched.batch.config import NO_QUOTA, BatchesConfig, QuotaConfig
-from cosched.batch.data import OPEN, File
 from cosched.batch.database import Database, batches, files, results
 from cosched.batch.errors import ApiError, not_found
 from cosched.batch.jsonl.file_kinds import fault_of_file

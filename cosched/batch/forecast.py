@@ -19,7 +19,7 @@ from heapq import heapify, heappop, heappush
 from itertools import accumulate
 from statistics import NormalDist
 
-from cosched.batch.data import WITH_LINES, Batch
+from cosched.batch.batch_records import WITH_LINES, Batch
 from cosched.batch.rate import OUTPUT_TOKEN, Rate, RateMeter, Replies, Running, octave, work_of
 from cosched.core.shares import Share
 

@@ -8,8 +8,8 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from cosched.batch.batch_records import Batch, Fault, Line, NewLine
 from cosched.batch.config import BatchesConfig
-from cosched.batch.data import Batch, Fault, Line, NewLine
 from cosched.batch.files import FileStore
 from cosched.batch.jsonl.lines import (
     UNREADABLE,

@@ -8,7 +8,7 @@ from itertools import pairwise, takewhile
 
 import sqlalchemy as sa
 
-from cosched.batch.data import Line, NewLine
+from cosched.batch.batch_records import Line, NewLine
 from cosched.batch.database import LineState, lines
 from cosched.batch.documents import MOST_ABOUT_ONE, TO_A_BORDER, Claim, Part, Queue, after, choose
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 
-from cosched.batch.data import Batch, Status
+from cosched.batch.batch_records import Batch, Status
 from cosched.batch.forecast import Outlook
 
 _MAX_BATCHES = 50

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
+from cosched.batch.batch_records import OPEN, File, NewBatch, Status
 from cosched.batch.config import QuotaConfig
-from cosched.batch.data import OPEN, File, NewBatch, Status
 from cosched.batch.database import Database, batches, files
 from cosched.batch.errors import ApiError
 from cosched.batch.jsonl.batch_api import QUOTA_CODE

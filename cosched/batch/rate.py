@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cosched.batch.data import Batch, Status
+from cosched.batch.batch_records import Batch, Status
 
 _Array = NDArray[np.float64]
 

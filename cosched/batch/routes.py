@@ -23,8 +23,8 @@ from cosched.batch.api import (
     page_json,
     unknown_fields,
 )
+from cosched.batch.batch_records import Batch, File, NewBatch, Offer
 from cosched.batch.callback_rules import METADATA_KEY
-from cosched.batch.data import Batch, File, NewBatch, Offer
 from cosched.batch.errors import ApiError, StoreUnavailableError
 from cosched.batch.files import checked_name, too_large, upload_blocks
 from cosched.batch.jsonl.parquet import is_parquet

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from cosched.batch.data import WITH_LINES, Batch
+from cosched.batch.batch_records import WITH_LINES, Batch
 from cosched.batch.forecast import Forecast
 
 _LEAST_REST = 0.05

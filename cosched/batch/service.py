@@ -12,17 +12,17 @@ from typing import Any
 
 import httpx
 
+from cosched.batch.batch_records import OPEN, Batch
 from cosched.batch.callback_rules import callback_rules
 from cosched.batch.callback_sender import CallbackSender
 from cosched.batch.callbacks import CallbackQueue
 from cosched.batch.config import BatchesConfig
-from cosched.batch.data import OPEN, Batch
 from cosched.batch.errors import StoreUnavailableError
 from cosched.batch.feeder import Feeder
 from cosched.batch.files import FileStore
 from cosched.batch.forecast import Outlook
 from cosched.batch.jsonl.client import Client, RetryRules
-from cosched.batch.opening import open_store
+from cosched.batch.open_store import open_store
 from cosched.batch.prometheus import Snapshot
 from cosched.batch.rate import Progress
 from cosched.batch.storage import without_secrets

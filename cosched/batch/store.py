@@ -17,10 +17,20 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from cosched.batch.batch_records import (
+    OPEN,
+    Batch,
+    Fault,
+    File,
+    Finished,
+    Line,
+    NewBatch,
+    NewLine,
+    Status,
+)
 from cosched.batch.callback_rules import CallbackRules
 from cosched.batch.callbacks import record_callbacks
 from cosched.batch.config import NO_QUOTA, QuotaConfig
-from cosched.batch.data import OPEN, Batch, Fault, File, Finished, Line, NewBatch, NewLine, Status
 from cosched.batch.database import (
     Database,
     LineState,
@@ -34,8 +44,8 @@ from cosched.batch.database import (
 from cosched.batch.documents import Claim
 from cosched.batch.errors import CLOSED, ApiError, not_found, unsent
 from cosched.batch.files import new_id
+from cosched.batch.jsonl.line_results import RecordWriter
 from cosched.batch.jsonl.lines import RequestLine
-from cosched.batch.jsonl.records import RecordWriter
 from cosched.batch.leases import LEASED_STATES, Leases, mark, release
 from cosched.batch.once import Once, claim, recorded
 from cosched.batch.quota import check_new_batch

@@ -328,7 +328,7 @@ def check_files(config: Config) -> None:
             ) from None
     if config.batches.is_on:
         from cosched.batch.callback_rules import callback_rules
-        from cosched.batch.opening import check_store
+        from cosched.batch.open_store import check_store
 
         check_store(config.batches)
         callback_rules(config.batches)

@@ -15,17 +15,17 @@ from cosched.engine.decode_role import DecodeRole
 from cosched.engine.faults import RequestFaults
 from cosched.engine.features import all_features
 from cosched.engine.features.kv_manager import transfer_s_of
-from cosched.engine.group import Group, Microbatches
 from cosched.engine.guard import Guard
 from cosched.engine.identity import calibrator_of
 from cosched.engine.intake import Arrivals, Intake
-from cosched.engine.lengths import Lengths
 from cosched.engine.observe import IterationObserver
 from cosched.engine.offline_gate import OfflineGate
 from cosched.engine.planner import Planner
 from cosched.engine.port.attention import prefills_wait
 from cosched.engine.port.grammar_compilers import take_compilers
+from cosched.engine.rank_agreement import Group, Microbatches
 from cosched.engine.ranks import Ranks
+from cosched.engine.reply_lengths import Lengths
 from cosched.engine.running_table import RunningTable
 from cosched.engine.startup import describe
 from cosched.engine.timekeeper import Timekeeper

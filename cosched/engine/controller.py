@@ -23,7 +23,6 @@ from cosched.engine import port
 from cosched.engine.clock import EngineClock
 from cosched.engine.feature import Feature, Features
 from cosched.engine.features.kv_manager import KvManager
-from cosched.engine.group import Group, Microbatches
 from cosched.engine.guard import Guard
 from cosched.engine.iteration import Iteration, Moment, give
 from cosched.engine.observe import IterationObserver
@@ -31,6 +30,7 @@ from cosched.engine.planner import Planner, Sight
 from cosched.engine.port.building import PrefillPlan, build_prefill
 from cosched.engine.port.partial import split
 from cosched.engine.port.penalties import count_resumed
+from cosched.engine.rank_agreement import Group, Microbatches
 from cosched.engine.ranks import Ranks, Shared
 from cosched.engine.running_table import RunningTable
 from cosched.engine.state import Counters

@@ -27,7 +27,7 @@ from cosched.engine.guard import Guard
 from cosched.engine.iteration import Iteration, taken
 from cosched.engine.port.prefixes import RunningPrefixes, with_repeated
 from cosched.engine.port.read_once import reads_once
-from cosched.predict.account import Account
+from cosched.predict.cost_account import Account
 
 
 class IterationObserver:

@@ -16,11 +16,11 @@ from cosched.core.plan import Plan
 from cosched.core.request import PLAIN, RequestClass
 from cosched.core.view import Outlook
 from cosched.engine import port
-from cosched.engine.lengths import Lengths
+from cosched.engine.reply_lengths import Lengths
 from cosched.engine.running import NONE, RequestColumn, Running, RunningRows, borrowed_by
 from cosched.engine.tracked import TrackedRequest
 from cosched.engine.tree_core import KvTreeCore
-from cosched.predict.lengths import NUM_ENDS
+from cosched.predict.length_estimator import NUM_ENDS
 
 _NUM_COLUMNS = RequestColumn.ENDS + NUM_ENDS
 _KEPT = slice(0, RequestColumn.UNTIL)

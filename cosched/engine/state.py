@@ -112,7 +112,7 @@ class ReplicaState(msgspec.Struct, kw_only=True, frozen=True):
     recomputed_tokens  prompt and output tokens computed again after a preemption
     num_aborted_online, num_aborted_offline  requests that ended without their whole reply
     num_cancelled_online, num_cancelled_offline  aborted requests that their client cancelled
-    device_s         class -> tenant -> its share of `busy_s` (`cosched.predict.account`) [s]
+    device_s         class -> tenant -> its share of `busy_s` (`cosched.predict.cost_account`) [s]
     budget_s         most time that plans gave their iterations, of those that were limited [s]
     budget_used_s    measured time of the same [s]
     attainment       target -> (requests that met it, requests that missed it)

@@ -11,8 +11,8 @@ from cosched.core.request import PLAIN, LateReason, RequestClass, Slo, Traits
 from cosched.core.shares import share_path
 from cosched.core.tiers import Tier, tier_rank, with_targets
 from cosched.engine import port
-from cosched.predict.account import Payer
-from cosched.predict.lengths import Belief
+from cosched.predict.cost_account import Payer
+from cosched.predict.length_estimator import Belief
 from cosched.wire import (
     BEHIND_KEY,
     NAME_KEY,
@@ -92,7 +92,7 @@ class TrackedRequest:
         """Of a line of a batch: lines that come after it."""
         self.payer = Payer(self.tenant, self.request_class)
         self.device_s = 0.0
-        """What it has cost (`cosched.predict.account`)."""
+        """What it has cost (`cosched.predict.cost_account`)."""
         if told.get(USAGE_KEY):
             port.tell_client_at_end(req, USAGE_KEY, lambda: round(self.device_s, 6))
         self.num_prompt_tokens: int = len(req.origin_input_ids)
@@ -121,7 +121,7 @@ class TrackedRequest:
         self.row: int | None = None
         """In the table of running requests (`cosched.engine.running_table`); None: none."""
         self.length: Belief | None = None
-        """What `cosched.engine.lengths` believes of its output, since it was first asked."""
+        """What `cosched.engine.reply_lengths` believes of its output, since it was first asked."""
         req.cosched = self
 
     @classmethod

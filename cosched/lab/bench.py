@@ -43,9 +43,9 @@ from cosched.lab.metrics.figure import check_can_draw
 from cosched.lab.metrics.stats import MOST_VALUES
 from cosched.lab.page import Key, Page, cells_of, chosen_cell, plot_results, read_page, stale_cells
 from cosched.lab.simulation.options import DataDir, RunOptions, data_dir_of, run_spec_of
+from cosched.lab.simulation.result_store import ResultStore
 from cosched.lab.simulation.run import RunResult
 from cosched.lab.simulation.setting import SETTINGS, setting_of
-from cosched.lab.simulation.store import ResultStore
 from cosched.lab.suite import Outcome, Row, num_runs, rows_of, run_rows
 from cosched.lab.suite_file import (
     SuiteFile,

@@ -52,7 +52,7 @@ from cosched.engine.support import check_arguments, why_mixing_is_slow
 from cosched.errors import ConfigError, choices
 from cosched.files import write_whole
 from cosched.lab.benchmark.progress import progress_of_runs
-from cosched.lab.cost_models.base import PrefixReads
+from cosched.lab.cost_models.cost_model import PrefixReads
 from cosched.lab.cost_models.specs import GPUS
 from cosched.lab.metrics.goals import Goal, parse_goal
 from cosched.lab.profiling.design import design_rounds

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cosched.errors import ConfigError
-from cosched.lab.simulation.store import stored_results
+from cosched.lab.simulation.result_store import stored_results
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -16,10 +16,10 @@ from cosched.errors import ConfigError
 from cosched.lab.metrics.summary import Summary
 from cosched.lab.simulation.options import RunOptions, run_spec_of
 from cosched.lab.simulation.parallel import execute_all
+from cosched.lab.simulation.result_store import ResultStore
 from cosched.lab.simulation.run import RunResult
 from cosched.lab.simulation.run_spec import RunSpec
 from cosched.lab.simulation.setting import setting_of
-from cosched.lab.simulation.store import ResultStore
 from cosched.lab.simulation.sweep import Tried, most_misses, sweep
 from cosched.lab.suite_file import Option, Options, SuiteFile, check_known, matching
 

@@ -31,10 +31,10 @@ from cosched.files import write_whole
 from cosched.lab.benchmark.progress import progress_of_runs
 from cosched.lab.simulation.options import PolicyName, RunOptions, run_spec_of
 from cosched.lab.simulation.parallel import execute_all
+from cosched.lab.simulation.result_store import ResultStore
 from cosched.lab.simulation.run import RunResult
 from cosched.lab.simulation.run_spec import RunSpec
 from cosched.lab.simulation.setting import Setting, setting_of
-from cosched.lab.simulation.store import ResultStore
 from cosched.lab.simulation.sweep import Swept, Tried, best_of, most_misses, sweep
 from cosched.policies import policy_entry, policy_names
 from cosched.schedule.base import Budgets

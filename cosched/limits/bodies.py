@@ -1,4 +1,4 @@
-"""Checks JSON bodies against `cosched.limits.table`, by the names that clients use.
+"""Checks JSON bodies against `cosched.limits.bounds_table`, by the names that clients use.
 
 Used by the HTTP server and for the lines of batches, before tokenization. Strings are read as
 numbers where SGLang's request models do so.
@@ -11,8 +11,8 @@ from typing import Any
 
 from cosched.errors import RequestError
 from cosched.limits.bounds import Bound, Flag, Number, Scope
+from cosched.limits.bounds_table import INTERNAL, TABLE, check_field, check_text
 from cosched.limits.grammars import document_fault
-from cosched.limits.table import INTERNAL, TABLE, check_field, check_text
 
 NATIVE: Mapping[str, str] = {
     "/classify": "EmbeddingReqInput",

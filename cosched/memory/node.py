@@ -46,7 +46,7 @@ class KvNode(ABC):
     num_tokens  of it
     last_use    number of the latest use, which grows
     is_online   an online request has used it
-    keys        API keys that have paid for it (`cosched.predict.account`)
+    keys        API keys that have paid for it (`cosched.predict.cost_account`)
     visit       the latest visit that it was part of; None: none has ended yet
     awaiting    waiting online requests that begin with all tokens from the root to its end
     passing     the same of waiting offline requests

@@ -1,7 +1,7 @@
 """Fair shares of offline device time: whose waiting requests are asked first.
 
 Idea         weighted fair queueing over the *device seconds* that requests cost
-             (`cosched.predict.account`), not over requests or tokens: neither tiny nor huge
+             (`cosched.predict.cost_account`), not over requests or tokens: neither tiny nor huge
              requests get a tenant more than its share. Each API key has a virtual time, what its
              requests have cost by its weight; so has each of its tenants, by theirs, and what is
              between them in a share path (`cosched.core.shares`). The key that is furthest behind

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cosched.core.batch import BatchTotals
-from cosched.predict.work import CHUNK_TOKENS, most_per_s
+from cosched.predict.line_cost import CHUNK_TOKENS, most_per_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

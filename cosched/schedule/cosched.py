@@ -33,8 +33,8 @@ Of an iteration, in four modules
    (Jackson 1955), and of equal deliveries the shortest work (Smith 1956).
 4. With speculative decoding, whether decodes run alone or with prefills (`turns`).
 
-Tiers of online requests (`cosched.schedule.tiers`): a higher one comes before a lower one. Where
-one of its requests would miss a target, lower tiers are set aside for the iteration: they are
+Tiers of online requests (`cosched.schedule.tier_order`): a higher one comes before a lower one.
+Where one of its requests would miss a target, lower tiers are set aside for the iteration: they are
 served as offline requests are.
 """
 
@@ -78,7 +78,7 @@ from cosched.schedule.phases import (
     two_phases,
     victims_for,
 )
-from cosched.schedule.tiers import first_late, next_credits, tiers_in_order
+from cosched.schedule.tier_order import first_late, next_credits, tiers_in_order
 from cosched.schedule.time_budget import OfflinePart, TimeBudget
 from cosched.schedule.tolerated import Spent, tolerated
 from cosched.schedule.turns import Turn, next_turn
@@ -102,7 +102,7 @@ class Past(msgspec.Struct, frozen=True, kw_only=True):
     """State from one plan to the next.
 
     turns    of each tier
-    credits  of each tier (`cosched.schedule.tiers`)
+    credits  of each tier (`cosched.schedule.tier_order`)
     course   of the offline work
     spent    of a tolerance
     idle_s   what offline prefills' waiting for company has cost (`Turn`) [s]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cosched.pool.prefix_pool import PoolConfig
-from cosched.predict.lengths import LengthConfig
+from cosched.predict.length_estimator import LengthConfig
 from cosched.schedule.base import Policy, PolicySettings
 
 MIXED_CHUNK: Mapping[str, object] = {"enable_mixed_chunk": True}

@@ -19,7 +19,7 @@ from sglang.srt.entrypoints import http_server
 from sglang.srt.managers.io_struct import SetInternalStateReq
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
-from cosched.batch.data import Offer
+from cosched.batch.batch_records import Offer
 from cosched.batch.rate import Progress, Running
 from cosched.config import Config
 from cosched.core.view import OfflineLimits

@@ -1,5 +1,5 @@
-"""Checks SGLang's request objects against the bounds of `cosched.limits.table`: before and after
-tokenization, and when the scheduler receives them."""
+"""Checks SGLang's request objects against the bounds of `cosched.limits.bounds_table`: before and
+after tokenization, and when the scheduler receives them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cosched.config import Config, load_config, planning_config
 from cosched.core.request import RequestClass
 from cosched.errors import RequestError
 from cosched.limits.bounds import ANY_MODEL, MOST_LOGPROBS, Numbers, Scope
-from cosched.limits.table import TABLE, check_field, check_fields, check_text
+from cosched.limits.bounds_table import TABLE, check_field, check_fields, check_text
 from cosched.wire import class_of_priority
 
 OFFLINE_SHARE = 7 / 8

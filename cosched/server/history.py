@@ -10,7 +10,7 @@ from typing import Any
 
 from cosched.engine.latency_histogram import Histogram, p99_s
 from cosched.memory.occupancy import KV_USES
-from cosched.predict.account import key_of
+from cosched.predict.cost_account import key_of
 
 PERIOD_S = 10.0
 """Between two samples."""

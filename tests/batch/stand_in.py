@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
-from cosched.batch.data import Offer
+from cosched.batch.batch_records import Offer
 from cosched.batch.routes import add_routes
 from cosched.batch.service import BatchService
 

@@ -17,8 +17,8 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from cosched.batch.batch_records import Offer
 from cosched.batch.config import BatchesConfig
-from cosched.batch.data import Offer
 from cosched.batch.prometheus import METRICS, Snapshot, exposition
 from cosched.batch.rate import Rate
 from tests.batch.api import Api, line, lines, serving, until

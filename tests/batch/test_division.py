@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from cosched.batch.claims import Claims, Here
+from cosched.batch.batch_records import Status
 from cosched.batch.config import BatchesConfig
-from cosched.batch.data import Status
 from cosched.batch.database import Database
+from cosched.batch.free_places import Claims, Here
 from cosched.batch.store import BatchStore
 from cosched.core.shares import Share
 from tests.batch.stand_in import Clock

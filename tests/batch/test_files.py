@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from cosched.batch.data import Finished
+from cosched.batch.batch_records import Finished
 from cosched.batch.database import Database
 from cosched.batch.errors import ApiError
 from cosched.batch.files import FileStore

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cosched.batch.data import Status
+from cosched.batch.batch_records import Status
 from cosched.batch.forecast import (
     Load,
     _finish_times,

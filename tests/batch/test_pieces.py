@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from cosched.batch.config import BatchesConfig, QuotaConfig
 from cosched.batch.forecast import Demand, shares
 from cosched.batch.jsonl.prefix_order import CHUNK_BYTES, MAX_CHUNKS, prefix_key
-from cosched.batch.opening import check_store, lock_file, open_store
+from cosched.batch.open_store import check_store, lock_file, open_store
 from cosched.batch.service import InProcessTransport
 from cosched.config import Config
 from cosched.core.shares import share_of, share_path

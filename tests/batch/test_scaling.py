@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cosched.batch.data import Status
+from cosched.batch.batch_records import Status
 from cosched.batch.forecast import Forecast
 from cosched.batch.prometheus import Snapshot, exposition
 from cosched.batch.scaling import needed_ratio, replicas_wanted

@@ -13,7 +13,7 @@ import sqlalchemy as sa
 
 from cosched.batch.config import BatchesConfig
 from cosched.batch.database import results
-from cosched.batch.opening import check_store
+from cosched.batch.open_store import check_store
 from cosched.batch.storage import (
     FilesUnavailableError,
     UrlStorage,

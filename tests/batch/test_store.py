@@ -23,13 +23,13 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from cosched.batch.data import Batch, Fault, Finished, NewBatch, NewLine, Status
+from cosched.batch.batch_records import Batch, Fault, Finished, NewBatch, NewLine, Status
 from cosched.batch.database import VERSION, Database, batches, results, store_row
 from cosched.batch.documents import Claim, Part
 from cosched.batch.errors import ApiError
 from cosched.batch.files import FileStore
+from cosched.batch.jsonl.line_results import Answer, Failure
 from cosched.batch.jsonl.lines import RequestLine
-from cosched.batch.jsonl.records import Answer, Failure
 from cosched.batch.storage import FolderStorage
 from cosched.batch.store import BatchStore, records_of
 from cosched.errors import ConfigError

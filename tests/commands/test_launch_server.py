@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from cosched import bootstrap, serve
-from cosched.batch.opening import lock_file
+from cosched.batch.open_store import lock_file
 from cosched.cli import parse
 from cosched.config import ENV_VAR, Config
 from cosched.engine import arguments as engine_side

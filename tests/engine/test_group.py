@@ -8,9 +8,9 @@ import pytest
 
 from cosched.core.batch import BatchShape, BatchTotals, Prefill
 from cosched.core.group import RankNeeds, others_of
-from cosched.engine.group import WIDTH, Group, Microbatches
 from cosched.engine.guard import Guard
 from cosched.engine.iteration import Iteration
+from cosched.engine.rank_agreement import WIDTH, Group, Microbatches
 
 LONG = BatchShape(prefills=[Prefill(500, 20)], decodes=[7, 9])
 SHORT = BatchShape(decodes=[30])

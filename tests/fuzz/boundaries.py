@@ -25,7 +25,7 @@ from cosched.limits.bounds import (
     Texts,
     Vectors,
 )
-from cosched.limits.table import INTERNAL, TABLE
+from cosched.limits.bounds_table import INTERNAL, TABLE
 
 URLS = (
     "/generate",

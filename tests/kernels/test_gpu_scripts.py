@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from cosched.lab.cost_models.base import L2_SPEEDUP, ONCE_OVERHEAD, PrefixReads
+from cosched.lab.cost_models.cost_model import L2_SPEEDUP, ONCE_OVERHEAD, PrefixReads
 from tests.scripts import script
 
 

@@ -8,7 +8,7 @@ import random
 from cosched.batch.jsonl.lines import URLS as LINE_URLS
 from cosched.batch.jsonl.lines import BadLine, RawLine, RequestLine, parse_line
 from cosched.limits.bounds import Scope
-from cosched.limits.table import INTERNAL, TABLE
+from cosched.limits.bounds_table import INTERNAL, TABLE
 from tests.fuzz.boundaries import OPENAI, URLS, boundary_body
 
 SCOPE = Scope(vocab_size=2048, context_len=1024, hidden_size=64)

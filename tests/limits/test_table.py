@@ -17,7 +17,7 @@ import cosched.bootstrap  # noqa: F401  # before SGLang
 from cosched.errors import RequestError
 from cosched.limits.bodies import check_body
 from cosched.limits.bounds import ANY_MODEL, MOST_SAMPLES, WHOLE_VOCABULARY, Free, Number, Scope
-from cosched.limits.table import TABLE, check_field, check_fields, check_text
+from cosched.limits.bounds_table import TABLE, check_field, check_fields, check_text
 
 VOCAB, CONTEXT, HIDDEN = 2048, 1024, 64
 SCOPE = Scope(vocab_size=VOCAB, context_len=CONTEXT, hidden_size=HIDDEN)

@@ -17,8 +17,8 @@ from cosched.core.view import Ended, OfflineLimits
 from cosched.errors import ConfigError
 from cosched.memory.kv_memory import promised_tokens
 from cosched.papers.ecoserve.config import EcoConfig
+from cosched.papers.ecoserve.generation_plan import Batch, EcoOptions
 from cosched.papers.ecoserve.policy import EcoServePolicy
-from cosched.papers.ecoserve.work import Batch, EcoOptions
 from cosched.schedule.base import PolicySettings
 from cosched.schedule.validate import validate
 from tests.factories import FakeView, decoding, make_caps, offline, online

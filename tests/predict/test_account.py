@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from cosched.core.batch import BatchShape, BatchTotals, Prefill
 from cosched.core.request import PLAIN, RequestClass
-from cosched.predict.account import MOST_DEBTS, MOST_NAMES, Account
 from cosched.predict.calibration import cold_start_s
+from cosched.predict.cost_account import MOST_DEBTS, MOST_NAMES, Account
 
 
 def requests_of(account, shape, *, names=("a", "b"), ended=()):

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from cosched.core.estimates import LengthEstimate
 from cosched.errors import ConfigError
+from cosched.predict.length_estimator import MODES, LengthConfig, LengthModel
 from cosched.predict.length_histogram import Facts, Histogram, Window, cells_of
-from cosched.predict.lengths import MODES, LengthConfig, LengthModel
 
 ALPHABET = 6
 

@@ -10,7 +10,7 @@ from statistics import fmean
 from types import SimpleNamespace
 
 from cosched.core.request import RequestClass
-from cosched_traces.summary import shared_ratio
+from cosched_traces.trace_summary import shared_ratio
 from cosched_traces.workload import Segment, TraceRequest, Workload
 
 AZURE_HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"

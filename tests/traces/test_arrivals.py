@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cosched_traces.arrivals import (
+from cosched_traces.arrival_times import (
     RateCurve,
     arrival_times,
     constant_rate,

@@ -11,7 +11,7 @@ from cosched_traces.catalogue import WORKLOADS, load_workload
 from cosched_traces.docs import PATH, with_tables
 from cosched_traces.errors import WorkloadError
 from cosched_traces.formats import FORMATS, read_trace
-from cosched_traces.summary import shared_ratio
+from cosched_traces.trace_summary import shared_ratio
 from tests.traces.conftest import ROOT
 from tests.traces.samples import (
     AZURE_HEADER,

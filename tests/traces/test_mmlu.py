@@ -4,7 +4,7 @@ import pytest
 
 from cosched_traces.errors import RowError
 from cosched_traces.mmlu import generate_mmlu, read_mmlu
-from cosched_traces.summary import shared_ratio
+from cosched_traces.trace_summary import shared_ratio
 from tests.traces.samples import common_prefix, rids_of, summarize, write_jsonl
 
 

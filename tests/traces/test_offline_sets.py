@@ -13,7 +13,7 @@ from cosched_traces.offline_sets import (
     PrefixGroups,
     length_pairs,
 )
-from cosched_traces.summary import shared_ratio
+from cosched_traces.trace_summary import shared_ratio
 from tests.traces.samples import common_prefix, rids_of
 
 

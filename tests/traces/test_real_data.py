@@ -5,7 +5,7 @@ import pytest
 from cosched_traces.catalogue import WORKLOADS, load_workload
 from cosched_traces.formats import read_trace
 from cosched_traces.mmlu import generate_mmlu
-from cosched_traces.summary import shared_ratio
+from cosched_traces.trace_summary import shared_ratio
 from tests.traces.samples import summarize
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cosched_traces.seeds import KEYS, key_base, rng_of
-from cosched_traces.summary import shared_ratio
+from cosched_traces.trace_summary import shared_ratio
 from tests.traces.samples import request, workload
 
 

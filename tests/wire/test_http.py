@@ -537,7 +537,7 @@ class TestClaims:
     def test_what_the_operator_aborts_is_sent_again_if_it_is_the_servers_own(
         self, front, monkeypatch, path
     ):
-        from cosched.batch.jsonl.records import TryAgain, judge
+        from cosched.batch.jsonl.line_results import TryAgain, judge
         from cosched.server.front import own_request
 
         monkeypatch.setattr(front, "reason", {"type": "abort", "message": "Aborted"})

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cosched.core.request import RequestClass
-from cosched_traces.arrivals import (
+from cosched_traces.arrival_times import (
     RateCurve,
     arrival_times,
     constant_rate,

@@ -21,9 +21,9 @@ from cosched.batch.jsonl.client import Client, RetryRules
 from cosched.batch.jsonl.config import JobConfig
 from cosched.batch.jsonl.errors import DiskError, JobFileError, ServerGoneError, ServerRefusedError
 from cosched.batch.jsonl.journal import Journal, JournalPaths
+from cosched.batch.jsonl.line_results import is_wrong_for_good
 from cosched.batch.jsonl.lines import BadLine
 from cosched.batch.jsonl.prefix_order import LINES_AT_SERVER
-from cosched.batch.jsonl.records import is_wrong_for_good
 from cosched.batch.jsonl.remote import Manifest, RemoteJob, batches_of, load_manifest
 from cosched.batch.jsonl.report import Reporter, Snapshot, print_batches, print_report
 from cosched.batch.jsonl.runner import Job, JobCounts

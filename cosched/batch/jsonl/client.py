@@ -16,8 +16,8 @@ import httpx
 import msgspec
 
 from cosched.batch.jsonl.errors import ServerGoneError, ServerRefusedError
+from cosched.batch.jsonl.line_results import Failure, Outcome, TryAgain, judge
 from cosched.batch.jsonl.lines import RequestLine
-from cosched.batch.jsonl.records import Failure, Outcome, TryAgain, judge
 from cosched.errors import ConfigError
 
 # httpx scans every connection of a pool for every request: with 256 in one pool that costs

@@ -25,7 +25,7 @@ from typing import Any, Self
 import msgspec
 
 from cosched.batch.jsonl.errors import DiskError, JobFileError
-from cosched.batch.jsonl.records import Record, RecordWriter
+from cosched.batch.jsonl.line_results import Record, RecordWriter
 from cosched.batch.jsonl.source import Source
 
 _FORMAT = 1

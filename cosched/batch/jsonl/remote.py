@@ -22,8 +22,8 @@ import msgspec
 from cosched.batch.jsonl.batch_api import ENDED, BatchApi, NotFoundError, RemoteBatch
 from cosched.batch.jsonl.errors import JobFileError, QuotaError, ServerRefusedError
 from cosched.batch.jsonl.journal import Journal, save_json
+from cosched.batch.jsonl.line_results import RecordWriter, encode_line, failure_in
 from cosched.batch.jsonl.lines import BadLine, RequestLine
-from cosched.batch.jsonl.records import RecordWriter, encode_line, failure_in
 from cosched.batch.jsonl.report import Snapshot
 from cosched.batch.jsonl.runner import JobCounts
 from cosched.batch.jsonl.source import Source

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from cosched.batch.jsonl.client import Client
 from cosched.batch.jsonl.errors import first_error
 from cosched.batch.jsonl.journal import Journal
+from cosched.batch.jsonl.line_results import Answer, Failure, Outcome, Record
 from cosched.batch.jsonl.lines import BadLine, RequestLine
 from cosched.batch.jsonl.prefix_order import SORTED_TOGETHER, in_prefix_order, prefix_key
-from cosched.batch.jsonl.records import Answer, Failure, Outcome, Record
 from cosched.batch.jsonl.report import Snapshot
 from cosched.batch.jsonl.server import OwnServer, RunningServer
 from cosched.batch.jsonl.source import Source

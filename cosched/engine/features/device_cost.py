@@ -9,7 +9,7 @@ from cosched.engine.feature import Feature, Features
 from cosched.engine.features.kv_manager import KvManager
 from cosched.engine.iteration import Iteration
 from cosched.engine.tracked import TrackedRequest
-from cosched.predict.account import Account
+from cosched.predict.cost_account import Account
 
 
 class DeviceCost(Feature):

@@ -23,7 +23,7 @@ from cosched.engine.figures import FIGURES, values_at
 from cosched.engine.iteration import Iteration
 from cosched.engine.read_state import state_of
 from cosched.engine.state import ReplicaState
-from cosched.predict.account import key_of
+from cosched.predict.cost_account import key_of
 
 REFRESH_S = 1.0
 """Host time between two refreshes from the state [s]."""

@@ -10,7 +10,7 @@ from cosched.engine import port
 from cosched.engine.feature import Feature
 from cosched.engine.tracked import TrackedRequest
 from cosched.predict.calibration import Calibrator
-from cosched.predict.work import prompt_cost_s, token_cost_s
+from cosched.predict.line_cost import prompt_cost_s, token_cost_s
 
 
 class OfflineWork(Feature):

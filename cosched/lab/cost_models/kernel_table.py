@@ -8,7 +8,7 @@ import numpy as np
 
 from cosched.core.batch import BatchShape
 from cosched.errors import ConfigError
-from cosched.lab.cost_models.base import OVERLAPPED, CpuOverhead, GpuModel, PrefixReads
+from cosched.lab.cost_models.cost_model import OVERLAPPED, CpuOverhead, GpuModel, PrefixReads
 from cosched.lab.cost_models.kernels import (
     AllReduceTable,
     Cells,

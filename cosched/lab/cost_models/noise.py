@@ -6,7 +6,7 @@ import numpy as np
 
 from cosched.core.batch import BatchShape
 from cosched.errors import ConfigError
-from cosched.lab.cost_models.base import CostModel
+from cosched.lab.cost_models.cost_model import CostModel
 from cosched.predict.fitted import GraphSizes
 
 _BLOCK = 4096

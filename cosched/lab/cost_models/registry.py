@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from cosched.errors import ConfigError, choices
-from cosched.lab.cost_models.base import OVERLAPPED, CostModel, CpuOverhead, PrefixReads
+from cosched.lab.cost_models.cost_model import OVERLAPPED, CostModel, CpuOverhead, PrefixReads
 from cosched.lab.cost_models.kernel_table import KernelTableModel
 from cosched.lab.cost_models.noise import NoisyModel, SlowingModel
 from cosched.lab.cost_models.profile_model import ProfileModel

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from cosched.core.batch import BatchShape
-from cosched.lab.cost_models.base import OVERLAPPED, CpuOverhead, GpuModel, PrefixReads
+from cosched.lab.cost_models.cost_model import OVERLAPPED, CpuOverhead, GpuModel, PrefixReads
 from cosched.lab.cost_models.specs import Gemm, GpuSpec, ModelSpec
 
 _Terms = tuple[float, float, float]

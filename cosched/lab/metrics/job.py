@@ -13,7 +13,7 @@ import numpy as np
 
 from cosched.lab.metrics.records import RequestRecord
 from cosched.lab.metrics.stats import Window
-from cosched.predict.work import LineCost
+from cosched.predict.line_cost import LineCost
 
 EDGE_SHARE = 0.1
 """Share of a run that the steady window leaves out at each end."""

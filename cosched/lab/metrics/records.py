@@ -52,7 +52,7 @@ class RequestRecord:
     finish_reason          as the server reports it (stop, length, abort, …)
     ok                     False: refused, aborted, timed out or broken off
     tenant                 the name of its API key in the server's configuration
-    device_s               what it cost [s] (`cosched.predict.account`); None: not known
+    device_s               what it cost [s] (`cosched.predict.cost_account`); None: not known
     slo                    its own targets; the summary's defaults replace None
     priority               of an online request: names its tier
     """

@@ -39,7 +39,7 @@ from cosched.lab.metrics.stats import (
     ratio,
     to_dict,
 )
-from cosched.predict.work import LineCost
+from cosched.predict.line_cost import LineCost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from cosched.batch.claims import Claims, Here
+from cosched.batch.batch_records import Finished, NewBatch, NewLine, Status
 from cosched.batch.config import BatchesConfig
-from cosched.batch.data import Finished, NewBatch, NewLine, Status
 from cosched.batch.database import Database
+from cosched.batch.free_places import Claims, Here
 from cosched.batch.jsonl.prefix_order import CHUNK_BYTES, MAX_CHUNKS, text_key
 from cosched.batch.store import BatchStore
 from cosched.core.shares import Share, share_of, share_path

@@ -3,7 +3,7 @@
 The overlap scheduler prepares the next iteration and processes the results of the last one while
 the device runs; host time beyond that is idle time of the device (`virtual`). HTTP, tokenizer and
 detokenizer are other processes and not included; copies of inputs and kernel launches are a
-constant of the cost models (`cosched.lab.cost_models.base.OVERLAPPED`)."""
+constant of the cost models (`cosched.lab.cost_models.cost_model.OVERLAPPED`)."""
 
 from __future__ import annotations
 

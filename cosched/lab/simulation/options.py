@@ -27,7 +27,7 @@ from cosched.cli import (
 from cosched.config import parse_config
 from cosched.core.request import Slo
 from cosched.errors import ConfigError
-from cosched.lab.cost_models.base import PrefixReads
+from cosched.lab.cost_models.cost_model import PrefixReads
 from cosched.lab.cost_models.model_config import read_model_config
 from cosched.lab.cost_models.overheads import SETTINGS
 from cosched.lab.cost_models.registry import COST_MODELS

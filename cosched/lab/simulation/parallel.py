@@ -13,9 +13,9 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from cosched.errors import CoschedError
+from cosched.lab.simulation.result_store import ResultStore
 from cosched.lab.simulation.run import RunResult, execute
 from cosched.lab.simulation.run_spec import RunSpec
-from cosched.lab.simulation.store import ResultStore
 
 _PRELOADED = ["cosched.lab.simulation.prepared", "cosched.lab.simulation.virtual"]
 

@@ -1,8 +1,8 @@
 """Ranks of DP attention in virtual time (``--dp-ranks``): a run is forked into a process for each.
 
 A rank has SGLang's scheduler, a KV pool and requests of its own. What SGLang and cosched exchange
-between ranks (`cosched.engine.group`) they exchange as on a real server. An iteration starts when
-the last rank launches it, and lasts as long as that of the slowest rank.
+between ranks (`cosched.engine.rank_agreement`) they exchange as on a real server. An iteration
+starts when the last rank launches it, and lasts as long as that of the slowest rank.
 
 All ranks run the same clients, and each takes its turn of their requests: round robin, as by
 SGLang's default (``--load-balance-method``). Before the clients are asked, the ranks exchange which

@@ -18,7 +18,7 @@ from cosched.core.request import RequestClass, Slo
 from cosched.engine.arguments import kv_arguments
 from cosched.engine.support import EVICTION_FLAG, SLOW_WHERE_MIXED
 from cosched.errors import ConfigError, CoschedError
-from cosched.lab.cost_models.base import OVERLAPPED, SYNCHRONOUS, CostModel, PrefixReads
+from cosched.lab.cost_models.cost_model import OVERLAPPED, SYNCHRONOUS, CostModel, PrefixReads
 from cosched.lab.cost_models.overheads import Launches
 from cosched.lab.cost_models.registry import make_cost_model
 from cosched.lab.cost_models.sglang_defaults import default_max_batch
@@ -35,7 +35,7 @@ from cosched.lab.simulation.host_time import host_time
 from cosched.lab.simulation.ranks import forked
 from cosched.lab.simulation.requests import is_missed, load_requests, offline_client
 from cosched.lab.simulation.run_spec import RunSpec
-from cosched.lab.simulation.work import JobWork, job_work
+from cosched.lab.simulation.work_bound import JobWork, job_work
 from cosched.policies import policy_entry
 from cosched.predict.profile_file import EngineIdentity, Profile
 from cosched_traces.workload import TraceRequest

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cosched.core.request import Slo
-from cosched.lab.cost_models.base import PrefixReads
+from cosched.lab.cost_models.cost_model import PrefixReads
 from cosched.lab.cost_models.overheads import DeviceOverheads, overheads_named
 from cosched.lab.cost_models.specs import gpu_spec
 from cosched.lab.metrics.slo import JctTarget

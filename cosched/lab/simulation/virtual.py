@@ -30,7 +30,7 @@ from cosched.engine.port.prefixes import RunningPrefixes, with_repeated
 from cosched.engine.port.read_once import assuming_one_reading
 from cosched.engine.read_state import chat_state
 from cosched.errors import ConfigError
-from cosched.lab.cost_models.base import PrefixReads
+from cosched.lab.cost_models.cost_model import PrefixReads
 from cosched.lab.cost_models.overheads import Launches
 from cosched.lab.local_engine import LocalEngine, lengths_of, made_up, made_up_drafts
 from cosched.lab.metrics.records import ColumnLog, IterationLog, RequestRecord

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from cosched.core.batch import IntArray
 from cosched.core.plan import SkipReason
 from cosched.core.request import Request, RequestClass, num_tokens_of
-from cosched.papers.bros.order import Entry, OnlineOrder
+from cosched.papers.bros.residual_order import Entry, OnlineOrder
 from cosched.schedule.builder import PlanBuilder
 from cosched.schedule.ledger import Ledger
 from cosched.schedule.phases import (

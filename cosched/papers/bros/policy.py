@@ -32,8 +32,8 @@ from cosched.core.plan import Plan, PreemptMode
 from cosched.core.request import RequestClass
 from cosched.core.view import View
 from cosched.papers.bros.offline import add_offline
-from cosched.papers.bros.order import OnlineOrder
 from cosched.papers.bros.packing import Packing, take_online
+from cosched.papers.bros.residual_order import OnlineOrder
 from cosched.schedule.base import PolicySettings
 from cosched.schedule.builder import PlanBuilder
 from cosched.schedule.phases import Steps, make_room_for_decodes, preempt_beyond_limit

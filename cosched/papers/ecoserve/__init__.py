@@ -10,5 +10,5 @@ config.py        the choices of the operator
 coupled.py       the coupled schedulers that it is compared with (§2.1, §2.2, Fig. 1)
 names.py         the policies by name
 
-Predicted lengths (§2.3) are `cosched.predict.lengths`.
+Predicted lengths (§2.3) are `cosched.predict.length_estimator`.
 """

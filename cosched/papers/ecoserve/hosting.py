@@ -14,8 +14,8 @@ from operator import itemgetter
 from typing import TypeAlias
 
 from cosched.core.request import Request
+from cosched.papers.ecoserve.generation_plan import Work
 from cosched.papers.ecoserve.queues import Entry
-from cosched.papers.ecoserve.work import Work
 
 _MOST_LEVELS = 8
 """Of hosts in hosts; a place halves with each."""

@@ -6,9 +6,9 @@ from functools import partial
 
 from cosched.core.plan import PreemptMode
 from cosched.papers.ecoserve.coupled import Allocation, CoupledOptions, CoupledPolicy, Order
+from cosched.papers.ecoserve.generation_plan import EcoOptions
 from cosched.papers.ecoserve.policy import EcoServePolicy
-from cosched.papers.ecoserve.work import EcoOptions
-from cosched.predict.lengths import LengthConfig
+from cosched.predict.length_estimator import LengthConfig
 from cosched.schedule.entry import MIXED_CHUNK, MOST_FIT, PolicyEntry
 
 _ECOSERVE = {

@@ -35,10 +35,10 @@ from cosched.core.plan import Plan, SkipReason
 from cosched.core.request import Request
 from cosched.core.view import View
 from cosched.papers.ecoserve.forward_size import target_forward_size
+from cosched.papers.ecoserve.generation_plan import Batch, EcoOptions, Work, is_impatient
 from cosched.papers.ecoserve.hosting import find_guests
 from cosched.papers.ecoserve.prompts import add_prompts
 from cosched.papers.ecoserve.queues import Entry, Promises, begins_online, entries, fill, remove
-from cosched.papers.ecoserve.work import Batch, EcoOptions, Work, is_impatient
 from cosched.schedule.base import PolicySettings
 from cosched.schedule.builder import PlanBuilder
 from cosched.schedule.phases import Steps, must_decode, preempt_beyond_limit, youngest_first

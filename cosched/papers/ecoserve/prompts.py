@@ -12,9 +12,9 @@ from typing import TypeAlias
 
 from cosched.core.plan import SkipReason
 from cosched.core.request import Request, RequestClass, num_tokens_of
+from cosched.papers.ecoserve.generation_plan import Work
 from cosched.papers.ecoserve.hosting import places
 from cosched.papers.ecoserve.queues import Promises
-from cosched.papers.ecoserve.work import Work
 from cosched.schedule.phases import must_wait, offline_admissions_left
 
 WINDOW = 128

@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from cosched.core.request import Request, num_tokens_of
-from cosched.papers.ecoserve.work import Order, Work
+from cosched.papers.ecoserve.generation_plan import Order, Work
 
 _ONLINE = 0
 """First part of the order of online requests."""

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cosched.batch.jsonl.client import Client, RetryRules
+from cosched.batch.jsonl.line_results import Answer, Failure
 from cosched.batch.jsonl.lines import RequestLine
-from cosched.batch.jsonl.records import Answer, Failure
 from tests.batch.api import until
 from tests.fake_server import Reply, answer
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from cosched.batch.jsonl.errors import JobFileError
 from cosched.batch.jsonl.journal import Journal, JournalPaths, LineSet
+from cosched.batch.jsonl.line_results import Answer, Failure
 from cosched.batch.jsonl.lines import BadLine, RequestLine
-from cosched.batch.jsonl.records import Answer, Failure
 from cosched.batch.jsonl.source import read_source
 
 NUM_LINES = 6

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cosched.batch.jsonl.file_kinds import fault_of_file
+from cosched.batch.jsonl.line_results import Failure, encode_line, failure_in, record_of
 from cosched.batch.jsonl.lines import (
     UNREADABLE,
     URLS,
@@ -22,7 +23,6 @@ from cosched.batch.jsonl.lines import (
     parse_line,
     raw_lines,
 )
-from cosched.batch.jsonl.records import Failure, encode_line, failure_in, record_of
 from cosched.limits.bounds import ANY_MODEL, Scope
 
 LIMIT = 1 << 20

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cosched.core.batch import BatchShape, Prefill
 from cosched.errors import ConfigError
-from cosched.lab.cost_models.base import CpuOverhead
+from cosched.lab.cost_models.cost_model import CpuOverhead
 from cosched.lab.cost_models.kernel_table import KernelTableModel
 from cosched.lab.cost_models.kernels import (
     GenerationAttention,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from cosched.core.batch import BatchShape, Prefill
 from cosched.errors import ConfigError
-from cosched.lab.cost_models.base import OVERLAPPED, SYNCHRONOUS, CpuOverhead, PrefixReads
+from cosched.lab.cost_models.cost_model import OVERLAPPED, SYNCHRONOUS, CpuOverhead, PrefixReads
 from cosched.lab.cost_models.noise import NoisyModel
 from cosched.lab.cost_models.profile_model import MIN_POINTS, ProfileModel
 from cosched.lab.cost_models.registry import COST_MODELS, make_cost_model

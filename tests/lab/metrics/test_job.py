@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cosched.lab.metrics.job import EDGE_SHARE, JobSummary, summarize_job
-from cosched.predict.work import LineCost
+from cosched.predict.line_cost import LineCost
 from tests.lab.metrics.samples import OFFLINE, request
 
 CHEAP = LineCost(prompt_s=1.0, token_s=0.0)

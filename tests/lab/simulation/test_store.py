@@ -10,12 +10,12 @@ import pytest
 import cosched
 from cosched.errors import ConfigError
 from cosched.lab.metrics.records import write_records
-from cosched.lab.simulation import store as store_module
+from cosched.lab.simulation import result_store as store_module
 from cosched.lab.simulation.parallel import execute_all
+from cosched.lab.simulation.result_store import ResultStore
 from cosched.lab.simulation.run import execute
 from cosched.lab.simulation.run_spec import WorkloadSpec
 from cosched.lab.simulation.setting import setting_of
-from cosched.lab.simulation.store import ResultStore
 from tests.lab.simulation.specs import make_spec
 
 SPEC = make_spec(

@@ -81,7 +81,7 @@ def test_two_runs_give_the_same_bytes_however_slow_the_host_is(monkeypatch, name
 
 @pytest.mark.parametrize(("name", "overlap"), [("cosched", True), ("hygen", False)])
 def test_what_requests_cost_adds_up_to_the_busy_time(monkeypatch, name, overlap):
-    from cosched.predict.account import Account
+    from cosched.predict.cost_account import Account
 
     charged, charge = {}, Account.charge
 
@@ -190,7 +190,7 @@ def test_hygen_attains_what_online_requests_alone_do_and_gets_offline_work_done(
 
 @pytest.mark.parametrize(("mode", "is_told"), [("oracle", True), ("histogram", False)])
 def test_only_an_oracle_is_told_how_long_responses_get(mode, is_told, monkeypatch):
-    from cosched.engine.lengths import Lengths
+    from cosched.engine.reply_lengths import Lengths
     from cosched.wire import hint_of_params
 
     hints = []

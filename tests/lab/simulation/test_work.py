@@ -5,8 +5,8 @@ import pytest
 from cosched.core.request import RequestClass
 from cosched.lab.metrics.records import RequestRecord
 from cosched.lab.metrics.stats import Window
-from cosched.lab.simulation.work import job_work
-from cosched.predict.work import CHUNK_TOKENS
+from cosched.lab.simulation.work_bound import job_work
+from cosched.predict.line_cost import CHUNK_TOKENS
 from tests.traces.samples import request
 
 

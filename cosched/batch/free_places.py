@@ -11,8 +11,8 @@ import math
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 
+from cosched.batch.batch_records import Batch, Status
 from cosched.batch.config import BatchesConfig
-from cosched.batch.data import Batch, Status
 from cosched.batch.documents import Claim, Part
 from cosched.batch.forecast import Demand, shares
 from cosched.batch.store import BatchStore

@@ -6,8 +6,8 @@ from cosched.core.estimates import LengthEstimate
 from cosched.engine import port
 from cosched.engine.guard import Guard
 from cosched.engine.tracked import TrackedRequest
+from cosched.predict.length_estimator import Belief, LengthConfig, LengthModel
 from cosched.predict.length_histogram import Facts
-from cosched.predict.lengths import Belief, LengthConfig, LengthModel
 from cosched.wire import hint_of_params
 
 

@@ -16,17 +16,17 @@ from itertools import groupby
 from typing import NamedTuple
 
 from cosched.core.batch import BatchShape, Prefill
-from cosched.lab.cost_models.base import CostModel
+from cosched.lab.cost_models.cost_model import CostModel
 from cosched.lab.metrics.records import RequestRecord
 from cosched.lab.metrics.stats import Window
-from cosched.predict.work import (
+from cosched.predict.line_cost import (
     CHUNK_TOKENS,
     LineCost,
     most_per_s,
     prompt_cost_s,
     token_cost_s,
 )
-from cosched_traces.summary import prefix_parts
+from cosched_traces.trace_summary import prefix_parts
 from cosched_traces.workload import TraceRequest
 
 SIZES = (0.0, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0, 1.05, 1.1, 1.15, 1.25, 1.5, 2.0, 4.0)

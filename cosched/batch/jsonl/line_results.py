@@ -67,7 +67,7 @@ class Answer:
     device_s: float = 0.0
 
     def usage(self) -> dict[str, Any]:
-        """In the words of the store (`cosched.batch.data.Finished`)."""
+        """In the words of the store (`cosched.batch.batch_records.Finished`)."""
         return {
             "input_tokens": self.prompt_tokens,
             "output_tokens": self.completion_tokens,
