@@ -264,20 +264,7 @@ SAME_FILE_NAMES = {
         "options": 2,
         "ranks": 2,
     },
-    "says too little: to be renamed": {
-        "arrivals": 2,
-        "base": 2,
-        "claims": 2,
-        "group": 2,
-        "lengths": 3,
-        "order": 2,
-        "records": 2,
-        "store": 2,
-        "summary": 3,
-        "table": 2,
-        "tiers": 2,
-        "work": 3,
-    },
+    "says too little: to be renamed": {},
 }
 
 SAME_CLASS_NAMES = {
@@ -303,20 +290,9 @@ SAME_CLASS_NAMES = {
         "Window": 4,
     },
     "says too little: to be renamed": {
-        "Batch": 3,
-        "Claims": 2,
-        "Ended": 2,
-        "Lengths": 2,
-        "Load": 2,
-        "OfflineOrder": 2,
-        "OnlineOrder": 2,
-        "Outlook": 2,
-        "Progress": 2,
-        "Running": 2,
-        "Share": 2,
+        "Batch": 2,
         "Slo": 2,
         "Status": 2,
-        "Tail": 2,
     },
 }
 

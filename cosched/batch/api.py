@@ -11,7 +11,7 @@ import msgspec
 
 from cosched.batch.batch_records import Batch, File, NewBatch, Offer, Status
 from cosched.batch.errors import ApiError
-from cosched.batch.forecast import Outlook
+from cosched.batch.forecast import BatchOutlook
 from cosched.batch.jsonl.lines import URLS, canonical_url
 
 TENANT_KEY = "tenant"
@@ -150,7 +150,7 @@ def file_json(file: File) -> dict[str, Any]:
 
 def batch_json(
     batch: Batch,
-    outlook: Outlook | None = None,
+    outlook: BatchOutlook | None = None,
     *,
     callbacks: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
@@ -196,7 +196,7 @@ def batch_json(
 
 
 def _own_json(
-    batch: Batch, outlook: Outlook | None, callbacks: Sequence[Mapping[str, Any]]
+    batch: Batch, outlook: BatchOutlook | None, callbacks: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any] | None:
     """device_seconds: what the lines cost, those aborted while they ran included; not there where
     the engine does not say."""
@@ -205,7 +205,7 @@ def _own_json(
     return (cost | told | ({} if outlook is None else _outlook_json(outlook))) or None
 
 
-def _outlook_json(outlook: Outlook) -> dict[str, Any]:
+def _outlook_json(outlook: BatchOutlook) -> dict[str, Any]:
     forecast = outlook.forecast
     return {
         "state": outlook.state,

@@ -24,13 +24,13 @@ from cosched.batch.config import BatchesConfig
 from cosched.batch.documents import Claim
 from cosched.batch.errors import Redaction, StoreUnavailableError
 from cosched.batch.files import FileStore
-from cosched.batch.forecast import Forecast, Outlook, forecasts_of, outlooks_of
-from cosched.batch.free_places import Claims, Here
+from cosched.batch.forecast import BatchOutlook, Forecast, forecasts_of, outlooks_of
+from cosched.batch.free_places import FreePlaces, Here
 from cosched.batch.ingest import LineRules, ServedModels, ValidationTurns, validate
 from cosched.batch.jsonl.client import Client
 from cosched.batch.jsonl.line_results import Answer, Failure
 from cosched.batch.jsonl.lines import BadLine, RequestLine
-from cosched.batch.rate import Ended, Progress, Rate, RateMeter, past_rate
+from cosched.batch.rate import EndedLine, Rate, RateMeter, WorkProgress, past_rate
 from cosched.batch.scaling import needed_ratio, replicas_wanted
 from cosched.batch.storage import FailureLog, FilesUnavailableError
 from cosched.batch.store import BatchStore, records_of
@@ -81,7 +81,7 @@ class Feeder:
         keys: ApiKeys,
         state: Callable[..., Mapping[str, Any]],
         is_paused: Callable[[], bool],
-        progress: Callable[[], Awaitable[Progress]],
+        progress: Callable[[], Awaitable[WorkProgress]],
         scope: Scope,
         clock: Callable[[], float],
     ) -> None:
@@ -101,7 +101,7 @@ class Feeder:
         self._config = config
         self._keys = keys
         self._rules = LineRules(config, scope=scope)
-        self._claims = Claims(store, config, keys.share)
+        self._claims = FreePlaces(store, config, keys.share)
         self._redaction = Redaction([] if config.folder is None else [config.folder])
         self._name = secrets.token_hex(8)
         self.num_servers = 1
@@ -259,7 +259,9 @@ class Feeder:
         self._meter.look(0 if self._is_paused() else self.num_in_flight)
         self.rate = self._meter.rate()
 
-    def outlooks(self, found: Sequence[Batch], *, taken: Mapping[str, int]) -> dict[str, Outlook]:
+    def outlooks(
+        self, found: Sequence[Batch], *, taken: Mapping[str, int]
+    ) -> dict[str, BatchOutlook]:
         """Of batches with lines to send. For any thread. `taken`: batch -> lines in flight."""
         return outlooks_of(
             found,
@@ -446,7 +448,7 @@ class Feeder:
             outcome = shown
         elif isinstance(outcome, Answer):
             assert isinstance(line, RequestLine)
-            ended = Ended(outcome.prompt_tokens, outcome.completion_tokens)
+            ended = EndedLine(outcome.prompt_tokens, outcome.completion_tokens)
             self._meter.finished(ended, num_bytes=len(line.body))
             usage = outcome.usage()
         record = records_of(batch.id).record(line, outcome)

@@ -20,7 +20,7 @@ from itertools import accumulate
 from statistics import NormalDist
 
 from cosched.batch.batch_records import WITH_LINES, Batch
-from cosched.batch.rate import OUTPUT_TOKEN, Rate, RateMeter, Replies, Running, octave, work_of
+from cosched.batch.rate import OUTPUT_TOKEN, Rate, RateMeter, Replies, RunningLine, octave, work_of
 from cosched.core.shares import Share
 
 _LEAST_SPREAD = 0.1
@@ -215,7 +215,7 @@ def lefts(
     return found
 
 
-def _waiting(kinds: Iterable[Counter[int]], running: Sequence[Running]) -> dict[int, float]:
+def _waiting(kinds: Iterable[Counter[int]], running: Sequence[RunningLine]) -> dict[int, float]:
     """Octave -> fraction of the lines at the scheduler that have not begun."""
     here = Counter[int]()
     for some in kinds:
@@ -229,7 +229,7 @@ def _waiting(kinds: Iterable[Counter[int]], running: Sequence[Running]) -> dict[
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class BatchLoad:
     """A batch that has not ended.
 
     due_s       until its window ends [s]
@@ -283,7 +283,7 @@ class OutlookState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outlook:
+class BatchOutlook:
     """Of an open batch. `num_running`: its lines at the schedulers of all servers, waiting or
     running. `running_done`: mean share of these replies that is generated, of their limits (0 to
     1). `forecast`: None unless MEASURED."""
@@ -300,17 +300,17 @@ def outlooks_of(
     *,
     taken: Mapping[str, int],
     done: float,
-) -> dict[str, Outlook]:
+) -> dict[str, BatchOutlook]:
     """Of batches with lines to send.
 
     forecasts  None: the operator pauses offline work
     taken      batch -> lines in flight
-    done       `Outlook.running_done`
+    done       `BatchOutlook.running_done`
     """
     states = {True: OutlookState.MEASURED, False: OutlookState.ESTIMATING}
     known = forecasts or {}
     return {
-        name: Outlook(
+        name: BatchOutlook(
             state=OutlookState.PAUSED if forecasts is None else states[name in known],
             num_running=taken.get(name, 0),
             running_done=done,
@@ -341,7 +341,7 @@ def forecasts_of(
     replies = Replies(ended, running) if ended else None
     left = lefts(batches, sizes, rate=rate, meter=meter, replies=replies)
     loads = [
-        Load(
+        BatchLoad(
             batch_id=batch.id,
             share=share(batch.owner, batch.tenant),
             due_s=batch.expires_at - now,
@@ -355,7 +355,7 @@ def forecasts_of(
 
 
 def forecasts(
-    loads: Sequence[Load], *, rate: Rate, margin_s: float, least_s: float = 0.0
+    loads: Sequence[BatchLoad], *, rate: Rate, margin_s: float, least_s: float = 0.0
 ) -> dict[str, Forecast]:
     """Batch -> its forecast.
 
@@ -384,12 +384,12 @@ def forecasts(
     }
 
 
-def _finish_times(loads: Sequence[Load], tokens_per_s: float) -> dict[str, float]:
+def _finish_times(loads: Sequence[BatchLoad], tokens_per_s: float) -> dict[str, float]:
     """Batch -> seconds until its work is done, when each has its share of the rate."""
     return {name: tokens / tokens_per_s for name, tokens in _done(loads, level=0).items()}
 
 
-def _done(loads: Sequence[Load], *, level: int) -> dict[str, float]:
+def _done(loads: Sequence[BatchLoad], *, level: int) -> dict[str, float]:
     """Batch -> tokens of all these batches that are done by its end.
 
     level  of the share paths, whose beginnings are the same: what share at this level
@@ -400,16 +400,16 @@ def _done(loads: Sequence[Load], *, level: int) -> dict[str, float]:
     """
     if level == len(loads[0].share.path if loads else ()):
         return dict(_order(loads))
-    parts: dict[str, list[Load]] = {}
+    parts: dict[str, list[BatchLoad]] = {}
     for load in loads:
         parts.setdefault(load.share.path[level], []).append(load)
     if len(parts) == 1:
         return _done(loads, level=level + 1)
 
-    def weight(part: Sequence[Load]) -> float:
+    def weight(part: Sequence[BatchLoad]) -> float:
         return part[0].share.weights[level]
 
-    def per_weight(part: Sequence[Load]) -> float:
+    def per_weight(part: Sequence[BatchLoad]) -> float:
         return _tokens(part) / weight(part)
 
     groups = sorted(parts.values(), key=per_weight)
@@ -426,11 +426,11 @@ def _done(loads: Sequence[Load], *, level: int) -> dict[str, float]:
     return found
 
 
-def _tokens(group: Sequence[Load]) -> float:
+def _tokens(group: Sequence[BatchLoad]) -> float:
     return sum(load.num_tokens for load in group)
 
 
-def _order(group: Sequence[Load]) -> Iterator[tuple[str, float]]:
+def _order(group: Sequence[BatchLoad]) -> Iterator[tuple[str, float]]:
     """Batch of one tenant -> tokens of the tenant that are done by the end of the batch."""
     for load in group:
         if not load.num_tokens:

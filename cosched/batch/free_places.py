@@ -57,7 +57,7 @@ class Here:
         return sum(self.in_flight.values())
 
 
-class Claims:
+class FreePlaces:
     """Of one server. Reads the store only; `next` is for one thread at a time."""
 
     def __init__(

@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from cosched.batch.batch_records import Batch, Status
-from cosched.batch.forecast import Outlook
+from cosched.batch.forecast import BatchOutlook
 
 _MAX_BATCHES = 50
 _BATCH = ("batch",)
@@ -93,7 +93,7 @@ class Snapshot:
     now: int
     num_by_status: Mapping[str, int]
     open: tuple[Batch, ...]
-    outlooks: Mapping[str, Outlook]
+    outlooks: Mapping[str, BatchOutlook]
     in_flight: Mapping[str, int]
     finished: Mapping[str, int]
     tokens_per_s: float | None

@@ -46,14 +46,14 @@ _MOST = 8.0
 """No reply gets longer than this multiple of the longest known one, or than its limit."""
 
 
-class Ended(NamedTuple):
+class EndedLine(NamedTuple):
     """A line whose reply has ended: prompt tokens, output tokens."""
 
     num_prompt: int
     num_output: int
 
 
-class Running(NamedTuple):
+class RunningLine(NamedTuple):
     """A line whose reply is being generated: prompt tokens, output tokens so far and at most."""
 
     num_prompt: int
@@ -67,7 +67,7 @@ def octave(num_prompt: float) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class WorkProgress:
     """The state of a server's schedulers; counts are since the start, means of the schedulers.
 
     running          offline requests that have begun
@@ -79,7 +79,7 @@ class Progress:
                      None: not known
     """
 
-    running: Sequence[Running] = ()
+    running: Sequence[RunningLine] = ()
     num_iterations: float = 0.0
     num_online: float = 0.0
     prefill_token_s: float = 0.0
@@ -116,7 +116,7 @@ def work_of(num_prompt: float, num_output: float) -> float:
 
 @dataclass(slots=True)
 class _Bucket:
-    """Sums over some seconds. `decode_s` sums `Progress.decode_s` times the seconds."""
+    """Sums over some seconds. `decode_s` sums `WorkProgress.decode_s` times the seconds."""
 
     seconds: float = 0.0
     tokens: float = 0.0
@@ -138,15 +138,15 @@ class RateMeter:
         self._has_work = False
         self._all_tokens = 0.0
         self._num_prompt = self._num_bytes = 0
-        self.progress = Progress()
-        self.ended: deque[Ended] = deque(maxlen=_NUM_ENDED)
+        self.progress = WorkProgress()
+        self.ended: deque[EndedLine] = deque(maxlen=_NUM_ENDED)
 
     @property
     def prompt_tokens_per_byte(self) -> float:
         """Of the finished lines; 0: there are none."""
         return self._num_prompt / max(self._num_bytes, 1)
 
-    def finished(self, line: Ended, *, num_bytes: int) -> None:
+    def finished(self, line: EndedLine, *, num_bytes: int) -> None:
         """A line was answered."""
         tokens = work_of(line.num_prompt, line.num_output)
         self.ended.append(line)
@@ -155,7 +155,7 @@ class RateMeter:
         self._num_bytes += num_bytes
         self._add(tokens)
 
-    def progressed(self, progress: Progress) -> None:
+    def progressed(self, progress: WorkProgress) -> None:
         """New state of the schedulers; call it every few seconds."""
         before, self.progress = self.progress, progress
         if self._last_s is not None:
@@ -228,7 +228,7 @@ def _total(buckets: Sequence[_Bucket]) -> _Bucket:
     return _Bucket(**{name: sum(getattr(one, name) for one in buckets) for name in names})
 
 
-def _begun(progress: Progress) -> float:
+def _begun(progress: WorkProgress) -> float:
     """Work done on requests that have not ended."""
     return sum(work_of(one.num_prompt, one.num_output) for one in progress.running)
 
@@ -261,7 +261,7 @@ class Replies:
     which will get longer. The ended ones alone are too short, because long replies end last. The
     more prompts of an octave have ended, the more its own lengths count."""
 
-    def __init__(self, ended: Sequence[Ended], running: Sequence[Running]) -> None:
+    def __init__(self, ended: Sequence[EndedLine], running: Sequence[RunningLine]) -> None:
         """`ended` must not be empty."""
         longest = max(one[1] for one in (*ended, *running))
         limit = max((one.limit for one in running), default=longest)

@@ -20,11 +20,11 @@ from cosched.batch.config import BatchesConfig
 from cosched.batch.errors import StoreUnavailableError
 from cosched.batch.feeder import Feeder
 from cosched.batch.files import FileStore
-from cosched.batch.forecast import Outlook
+from cosched.batch.forecast import BatchOutlook
 from cosched.batch.jsonl.client import Client, RetryRules
 from cosched.batch.open_store import open_store
 from cosched.batch.prometheus import Snapshot
-from cosched.batch.rate import Progress
+from cosched.batch.rate import WorkProgress
 from cosched.batch.storage import without_secrets
 from cosched.batch.store import BatchStore
 from cosched.batch.threads import FairSlots, FairThreads
@@ -49,8 +49,8 @@ _REST_S = 0.02
 """Within which a call that moves no content is answered."""
 
 
-async def _unknown() -> Progress:
-    return Progress()
+async def _unknown() -> WorkProgress:
+    return WorkProgress()
 
 
 class BatchService:
@@ -119,7 +119,7 @@ class BatchService:
         """Live servers that share the store."""
         return 1 if self._feeder is None else self._feeder.num_servers
 
-    def outlooks(self, shown: Sequence[Batch]) -> Mapping[str, Outlook]:
+    def outlooks(self, shown: Sequence[Batch]) -> Mapping[str, BatchOutlook]:
         """Of these batches, as the feeder knew them last. For any thread."""
         feeder = self._feeder
         if feeder is None:
@@ -176,7 +176,7 @@ class BatchService:
         api_key: str | None,
         state: Callable[..., Mapping[str, Any]],
         is_paused: Callable[[], bool] = lambda: False,
-        progress: Callable[[], Awaitable[Progress]] = _unknown,
+        progress: Callable[[], Awaitable[WorkProgress]] = _unknown,
         scope: Scope = ANY_MODEL,
     ) -> AsyncIterator[None]:
         """Send lines to `app` within the block, as the server's own requests.

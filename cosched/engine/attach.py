@@ -25,7 +25,7 @@ from cosched.engine.port.attention import prefills_wait
 from cosched.engine.port.grammar_compilers import take_compilers
 from cosched.engine.rank_agreement import Group, Microbatches
 from cosched.engine.ranks import Ranks
-from cosched.engine.reply_lengths import Lengths
+from cosched.engine.reply_lengths import ReplyLengths
 from cosched.engine.running_table import RunningTable
 from cosched.engine.startup import describe
 from cosched.engine.timekeeper import Timekeeper
@@ -78,7 +78,7 @@ def _controller(
     assert entry.make is not None, f"{entry.name} plans nothing"
     plans = port.parallel().plans
     caps = port.caps_of(scheduler)
-    lengths = Lengths(config.named_length(), guard)
+    lengths = ReplyLengths(config.named_length(), guard)
     intake = Intake(config.target_bounds(), config.online_tiers(), Arrivals(observer))
     waiting = WaitingQueue(
         pool=_pool_of(scheduler, config, lengths) if plans else ArrivalQueue(),
@@ -175,7 +175,7 @@ def _group_of(scheduler: Any, caps: EngineCaps, guard: Guard) -> Group | Microba
     return None
 
 
-def _pool_of(scheduler: Any, config: Config, lengths: Lengths) -> OfflinePool[TrackedRequest]:
+def _pool_of(scheduler: Any, config: Config, lengths: ReplyLengths) -> OfflinePool[TrackedRequest]:
     pool_config = config.named_pool()
     if pool_config is None:
         return ArrivalQueue()

@@ -11,7 +11,7 @@ from cosched.predict.length_histogram import Facts
 from cosched.wire import hint_of_params
 
 
-class Lengths:
+class ReplyLengths:
     """One per scheduler that plans; other ranks get the plan.
 
     Keeps hashes of prompts and numbers, no tokens, and only in memory.

@@ -16,7 +16,7 @@ from cosched.core.plan import Plan
 from cosched.core.request import PLAIN, RequestClass
 from cosched.core.view import Outlook
 from cosched.engine import port
-from cosched.engine.reply_lengths import Lengths
+from cosched.engine.reply_lengths import ReplyLengths
 from cosched.engine.running import NONE, RequestColumn, Running, RunningRows, borrowed_by
 from cosched.engine.tracked import TrackedRequest
 from cosched.engine.tree_core import KvTreeCore
@@ -42,7 +42,7 @@ class RunningTable:
     of each (`RequestColumn`)."""
 
     def __init__(
-        self, lengths: Lengths, generations: Any, *, page_size: int, decode_reserve: int = 1
+        self, lengths: ReplyLengths, generations: Any, *, page_size: int, decode_reserve: int = 1
     ) -> None:
         """generations: of each row, a number that changes when another request gets it
         (`port.row_generations`). decode_reserve: as in `EngineCaps`."""

@@ -20,7 +20,7 @@ from sglang.srt.managers.io_struct import SetInternalStateReq
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
 from cosched.batch.batch_records import Offer
-from cosched.batch.rate import Progress, Running
+from cosched.batch.rate import RunningLine, WorkProgress
 from cosched.config import Config
 from cosched.core.view import OfflineLimits
 from cosched.engine.offline_gate import limits_to_message
@@ -42,7 +42,7 @@ _SHUTTING_DOWN = "the server is shutting down"
 _ALLOWED_WHILE_ENDING = ("/abort_request",)
 
 
-class OfflineOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class OfflineLimitsBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The body of ``POST /cosched/offline``: all limits, so that sending it twice changes nothing.
 
     The fields are as in `cosched.core.view.OfflineLimits`.
@@ -60,7 +60,7 @@ class OfflineOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 def limits_of(body: bytes) -> OfflineLimits:
     """HTTPException 400 that names what is wrong."""
     try:
-        order = msgspec.json.decode(body, type=OfflineOrder)
+        order = msgspec.json.decode(body, type=OfflineLimitsBody)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise HTTPException(status_code=400, detail=f"/cosched/offline: {error}") from None
     return OfflineLimits(**msgspec.structs.asdict(order))
@@ -180,16 +180,16 @@ def _keeps_offline_waiting(app: Any) -> bool:
     return limits.paused or limits.max_running == 0
 
 
-async def _offline_progress() -> Progress:
+async def _offline_progress() -> WorkProgress:
     """Progress of offline requests of all schedulers; empty if SGLang itself schedules."""
     states = [state.get("cosched", {}) for state in await _manager().get_internal_state()]
     replied = [state for state in states if "offline_progress" in state]
     if not replied:
-        return Progress()
+        return WorkProgress()
     far = [state["offline_progress"] for state in replied]
     chat = [state["chat"]["saturation"] for state in replied if state.get("chat")]
-    return Progress(
-        running=[Running(*one) for some in far for one in some["begun"]],
+    return WorkProgress(
+        running=[RunningLine(*one) for some in far for one in some["begun"]],
         num_iterations=fmean(state["num_iterations"] for state in replied),
         num_online=fmean(state["online_prefill_tokens"] for state in replied),
         prefill_token_s=fmean(one["prefill_token_s"] for one in far),

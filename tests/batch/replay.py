@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean
 
 from cosched.batch.forecast import forecasts_of
-from cosched.batch.rate import Ended, Progress, RateMeter, Running
+from cosched.batch.rate import EndedLine, RateMeter, RunningLine, WorkProgress
 from cosched.core.batch import BatchShape, Prefill
 from cosched.core.request import RequestClass
 from cosched.core.shares import share_of
@@ -65,9 +65,9 @@ def errors(records, *, cost_model, limit, shares=SHARES, window_s=86400.0):
             for one in online
             if one.first_token_s is not None and one.first_token_s <= now_s
         )
-        return Progress(
+        return WorkProgress(
             running=[
-                Running(one.num_prompt_tokens, num_tokens(one, now_s), limit) for one in running
+                RunningLine(one.num_prompt_tokens, num_tokens(one, now_s), limit) for one in running
             ],
             num_iterations=bisect_right(iterations, now_s),
             num_online=prompts,
@@ -86,7 +86,7 @@ def errors(records, *, cost_model, limit, shares=SHARES, window_s=86400.0):
             now_s = clock.now_s - start_s
             while num_ended < len(ends) and ends[num_ended].finish_s <= now_s:
                 one = ends[num_ended]
-                ended = Ended(one.num_prompt_tokens, one.num_output_tokens)
+                ended = EndedLine(one.num_prompt_tokens, one.num_output_tokens)
                 meter.finished(ended, num_bytes=num_bytes(one))
                 num_ended += 1
             left = [one for one in lines if one.finish_s > now_s]

@@ -11,7 +11,7 @@ import pytest
 from cosched.batch.batch_records import Status
 from cosched.batch.config import BatchesConfig
 from cosched.batch.database import Database
-from cosched.batch.free_places import Claims, Here
+from cosched.batch.free_places import FreePlaces, Here
 from cosched.batch.store import BatchStore
 from cosched.core.shares import Share
 from tests.batch.stand_in import Clock
@@ -33,7 +33,7 @@ class Server:
     speed: float
     num_running: int
     is_known: bool
-    claims: Claims
+    claims: FreePlaces
     at_server: deque = field(default_factory=deque)
     asked: list = field(default_factory=list)
     num_finished: int = 0
@@ -70,7 +70,7 @@ def answered(num_documents, num_batches, speeds, *, is_known=True):
         store = BatchStore(database, clock=Clock())
         servers = []
         for n, speed in enumerate(speeds):
-            claims = Claims(store, CONFIG, lambda owner, tenant: ONE_TENANT)
+            claims = FreePlaces(store, CONFIG, lambda owner, tenant: ONE_TENANT)
             servers.append(Server(NAMES[n], speed, 12, is_known, claims))
             store.join(servers[-1].name, lease_s=10**9)
         lines = range(num_documents * PER_DOCUMENT)
@@ -90,7 +90,7 @@ def test_a_batch_that_comes_when_another_ends_begins_at_once():
         database.is_shared = True
         store = BatchStore(database, clock=Clock())
         store.join("me", lease_s=10**9)
-        claims = Claims(store, CONFIG, lambda owner, tenant: ONE_TENANT)
+        claims = FreePlaces(store, CONFIG, lambda owner, tenant: ONE_TENANT)
         first = in_progress(store, [new_line(n, key(n)) for n in range(20)])
         here = Here(in_flight={first: 10}, num_running=8, num_servers=2)
         assert not claims.next(store.open(), here), "the other ten are for the other server"

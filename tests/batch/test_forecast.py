@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 
 from cosched.batch.batch_records import Status
 from cosched.batch.forecast import (
-    Load,
+    BatchLoad,
     _finish_times,
     forecasts,
 )
 from cosched.batch.rate import (
-    Ended,
-    Progress,
+    EndedLine,
     Rate,
     RateMeter,
     Replies,
-    Running,
+    RunningLine,
+    WorkProgress,
     octave,
     past_rate,
 )
@@ -39,7 +39,7 @@ ALONE = share_of(share_path(""), {})
 @st.composite
 def loads(draw):
     return [
-        Load(
+        BatchLoad(
             batch_id=str(n),
             share=share_of(share_path(draw(st.sampled_from(NAMES))), {}),
             due_s=draw(st.floats(1.0, 1e6)),
@@ -125,7 +125,7 @@ def test_times_are_those_of_sharing_step_by_step(found, data):
 @given(found=loads(), more=st.floats(1.0, 1e6))
 def test_more_work_is_finished_later_and_missed_more(found, more):
     first, *others = found
-    longer = Load(
+    longer = BatchLoad(
         batch_id=first.batch_id,
         share=first.share,
         due_s=first.due_s,
@@ -141,7 +141,7 @@ def test_more_work_is_finished_later_and_missed_more(found, more):
 @pytest.mark.parametrize("spread", [0.0, 0.5, 2.0])
 def test_a_batch_with_a_hundred_times_the_time_it_needs_is_not_at_risk(spread):
     rate = Rate(tokens_per_s=100.0, spread=spread, tokens_per_byte=1.0)
-    load = Load(batch_id="b", share=ALONE, due_s=3600.0, num_tokens=3400.0)
+    load = BatchLoad(batch_id="b", share=ALONE, due_s=3600.0, num_tokens=3400.0)
     told = forecasts([load], rate=rate, margin_s=600.0)["b"]
     assert told.finish_s == 34.0
     assert told.miss_chance < (0.001 if spread < 1 else 0.02)
@@ -152,7 +152,7 @@ def test_the_chance_to_miss_is_how_often_they_are_missed():
     spread, num_hours, runs = 0.4, 8, 2000
     for needed in (0.8, 0.9, 1.0):
         work = needed * num_hours * 3600 * 100
-        load = Load(batch_id="b", share=ALONE, due_s=num_hours * 3600.0, num_tokens=work)
+        load = BatchLoad(batch_id="b", share=ALONE, due_s=num_hours * 3600.0, num_tokens=work)
         rate = Rate(tokens_per_s=100.0, spread=spread, tokens_per_byte=1.0)
         told = forecasts([load], rate=rate, margin_s=0.0)["b"].miss_chance
         missed = sum(
@@ -167,7 +167,7 @@ def measured(meter, clock, *, seconds, tokens_per_s, in_flight):
     for _ in range(seconds):
         clock.now_s += 1.0
         meter.look(in_flight)
-        meter.finished(Ended(tokens_per_s, 0), num_bytes=4 * tokens_per_s)
+        meter.finished(EndedLine(tokens_per_s, 0), num_bytes=4 * tokens_per_s)
 
 
 def test_the_meter_measures_while_there_is_work():
@@ -225,27 +225,27 @@ def test_the_rate_is_that_of_the_latest_half_and_counts_what_runs():
     for second in range(200):
         clock.now_s += 1
         num_output += 10 if second < 100 else 30
-        running = [Running(1000, num_output, 100_000), Running(1000, 5, 100_000)]
-        meter.progressed(Progress(running=running, num_iterations=20 * second, decode_s=0.02))
+        running = [RunningLine(1000, num_output, 100_000), RunningLine(1000, 5, 100_000)]
+        meter.progressed(WorkProgress(running=running, num_iterations=20 * second, decode_s=0.02))
         meter.look(3)
         if second == 50:
-            meter.finished(Ended(10, 0), num_bytes=40)
+            meter.finished(EndedLine(10, 0), num_bytes=40)
     rate = meter.rate()
     assert rate.tokens_per_s == pytest.approx(3 * 30, rel=0.1), "an output token is worth three"
     assert rate.iteration_s == pytest.approx(1 / 20, rel=0.05)
     assert rate.tail_iteration_s == pytest.approx(0.02, rel=0.05)
     # No line waits: what is measured now says nothing of a full engine.
-    meter.finished(Ended(1000, 5), num_bytes=4000)
+    meter.finished(EndedLine(1000, 5), num_bytes=4000)
     for _ in range(100):
         clock.now_s += 1
-        meter.progressed(Progress(running=running[:1], num_iterations=4001, decode_s=0.02))
+        meter.progressed(WorkProgress(running=running[:1], num_iterations=4001, decode_s=0.02))
         meter.look(1)
     assert meter.rate().tokens_per_s == pytest.approx(3 * 30, rel=0.15)
 
 
 def test_replies_that_run_make_the_expected_length_longer():
-    ended = [Ended(1000, 100)] * 20
-    beside = Replies(ended, [Running(1000, 400, 500)] * 20)
+    ended = [EndedLine(1000, 100)] * 20
+    beside = Replies(ended, [RunningLine(1000, 400, 500)] * 20)
     kind = octave(1000)
     assert Replies(ended, []).length(kind) == pytest.approx(100, rel=0.1)
     assert 250 <= beside.length(kind) <= 500
@@ -256,7 +256,7 @@ def test_replies_that_run_make_the_expected_length_longer():
 def test_the_tail_is_the_longest_reply_and_shorter_the_longer_it_has_run():
     rng = random.Random(1)
     lengths = [rng.randint(1, 1000) for _ in range(400)]
-    replies = Replies([Ended(1000, length) for length in lengths], [])
+    replies = Replies([EndedLine(1000, length) for length in lengths], [])
     kind = octave(1000)
 
     def tail(num_waiting, num_steps):
@@ -275,7 +275,7 @@ def test_the_tail_is_the_longest_reply_and_shorter_the_longer_it_has_run():
 
 
 def test_a_batch_is_late_when_its_last_replies_take_longer_than_its_window_leaves():
-    load = Load(batch_id="b", share=ALONE, due_s=1000.0, num_tokens=3e4)
+    load = BatchLoad(batch_id="b", share=ALONE, due_s=1000.0, num_tokens=3e4)
     assert not forecasts([load], rate=RATE, margin_s=0.0)["b"].is_late
     told = forecasts(
         [replace(load, end_s=lambda finish_s: finish_s + 800)], rate=RATE, margin_s=0.0
@@ -286,7 +286,7 @@ def test_a_batch_is_late_when_its_last_replies_take_longer_than_its_window_leave
 def test_a_batch_ends_with_probability_nine_tenths_by_the_time_that_is_told():
     for spread in (0.05, 0.5, 3.0):
         rate = Rate(tokens_per_s=10.0, spread=spread, tokens_per_byte=1.0)
-        load = Load(batch_id="a", share=ALONE, due_s=1e6, num_tokens=1000.0)
+        load = BatchLoad(batch_id="a", share=ALONE, due_s=1e6, num_tokens=1000.0)
         found = forecasts([load], rate=rate, margin_s=0.0)["a"]
         assert found.finish_s == 100 < found.most_s
         due = forecasts([replace(load, due_s=found.most_s)], rate=rate, margin_s=0.0)["a"]

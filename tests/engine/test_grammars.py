@@ -9,7 +9,7 @@ import pytest
 
 from cosched.core.request import RequestClass
 from cosched.engine.port import grammar_compilers
-from cosched.engine.port.grammar_compilers import GrammarCompilers, Share
+from cosched.engine.port.grammar_compilers import CompilerShare, GrammarCompilers
 from tests.engine.conftest import assert_drained, prompt
 
 ONLINE, OFFLINE = RequestClass
@@ -125,7 +125,7 @@ class Grammars:
 
 
 def test_online_grammars_come_first_and_owners_take_turns():
-    grammars = Grammars(Share(num_compilers=1, num_offline=1, num_threads=1))
+    grammars = Grammars(CompilerShare(num_compilers=1, num_offline=1, num_threads=1))
     first = grammars.submit(OFFLINE, "a", "first")
     assert grammars.wait_begun() == "first"
     waiting = [(OFFLINE, "a", "f1"), (OFFLINE, "a", "f2"), (OFFLINE, "b", "f3")]
@@ -141,7 +141,7 @@ def test_online_grammars_come_first_and_owners_take_turns():
 
 
 def test_offline_grammars_leave_compilers_to_online_ones():
-    grammars = Grammars(Share(num_compilers=2, num_offline=1, num_threads=1))
+    grammars = Grammars(CompilerShare(num_compilers=2, num_offline=1, num_threads=1))
     futures = [grammars.submit(OFFLINE, "", f"f{index}") for index in range(3)]
     assert grammars.wait_begun() == "f0"
     chat = grammars.submit(ONLINE, "", "chat")
@@ -156,7 +156,7 @@ def test_offline_grammars_leave_compilers_to_online_ones():
 
 def test_the_limit_counts_from_the_start_of_a_compilation_which_is_then_replaced():
     now_s = [0.0]
-    share = Share(num_compilers=1, num_offline=1, num_threads=1)
+    share = CompilerShare(num_compilers=1, num_offline=1, num_threads=1)
     grammars = Grammars(share, clock=lambda: now_s[0])
     first, second, third = (grammars.submit(ONLINE, "", name) for name in ("1", "2", "3"))
     assert grammars.wait_begun() == "1"
@@ -175,7 +175,7 @@ def test_the_limit_counts_from_the_start_of_a_compilation_which_is_then_replaced
 
 @pytest.mark.parametrize("num_cores", [0, 1, 2, 4, 8, 16, 64, 256])
 def test_compilations_leave_cores_to_the_scheduler(num_cores):
-    share = Share.of(num_cores)
+    share = CompilerShare.of(num_cores)
     assert 1 <= share.num_offline < share.num_compilers and share.num_threads >= 1
     assert share.num_offline * share.num_threads <= max(1, num_cores - 2)
     assert share.num_compilers * share.num_threads <= max(2, num_cores - 2)

@@ -17,7 +17,7 @@ from cosched.core.view import Ended, OfflineLimits
 from cosched.errors import ConfigError
 from cosched.memory.kv_memory import promised_tokens
 from cosched.papers.ecoserve.config import EcoConfig
-from cosched.papers.ecoserve.generation_plan import Batch, EcoOptions
+from cosched.papers.ecoserve.generation_plan import EcoOptions, Generations
 from cosched.papers.ecoserve.policy import EcoServePolicy
 from cosched.schedule.base import PolicySettings
 from cosched.schedule.validate import validate
@@ -259,7 +259,7 @@ def test_an_online_output_sits_out_no_longer_than_its_tpot_target_allows():
     def active_at(start_s):
         view = view_of(job, chat, patient, total_kv=60 + 900 + 6, start_s=start_s)
         view = replace(view, promises=view.promises | {"job": 900}, mean_iteration_s=0.01)
-        state = Batch(groups={"job": 1}, is_due=False)
+        state = Generations(groups={"job": 1}, is_due=False)
         return active(planned(view, state)[0], view)
 
     assert active_at(0.03) == {"job"}

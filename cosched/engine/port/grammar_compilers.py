@@ -43,7 +43,7 @@ _LOGGERS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class CompilerShare:
     """What compilations may use of the CPUs. Two cores are left to the scheduler and the HTTP
     process where there are more.
 
@@ -57,7 +57,7 @@ class Share:
     num_threads: int
 
     @classmethod
-    def of(cls, num_cores: int) -> Share:
+    def of(cls, num_cores: int) -> CompilerShare:
         """Of one of the schedulers that share a machine. Half of it is for online requests."""
         num_free = max(1, num_cores - 2)
         num_threads = max(1, min(_MOST_THREADS, num_free // 2))
@@ -83,7 +83,9 @@ class GrammarCompilers:
     compiler is replaced, as long as there are not more of these than compilers.
     """
 
-    def __init__(self, share: Share, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, share: CompilerShare, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.share = share
         self.owner = (RequestClass.ONLINE, "")
         """Class and owner of the request whose grammar is submitted."""
@@ -177,7 +179,7 @@ def take_compilers(scheduler: Any, *, num_schedulers: int) -> None:
     backend = scheduler.grammar_manager.grammar_backend
     if backend is None:
         return
-    share = Share.of(len(os.sched_getaffinity(0)) // max(1, num_schedulers))
+    share = CompilerShare.of(len(os.sched_getaffinity(0)) // max(1, num_schedulers))
     backend.executor = GrammarCompilers(share)
     inner = getattr(backend, "grammar_backend", backend)  # of that for models that reason
     if isinstance(inner, XGrammarGrammarBackend):

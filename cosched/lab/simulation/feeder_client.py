@@ -16,7 +16,7 @@ import numpy as np
 from cosched.batch.batch_records import Finished, NewBatch, NewLine, Status
 from cosched.batch.config import BatchesConfig
 from cosched.batch.database import Database
-from cosched.batch.free_places import Claims, Here
+from cosched.batch.free_places import FreePlaces, Here
 from cosched.batch.jsonl.prefix_order import CHUNK_BYTES, MAX_CHUNKS, text_key
 from cosched.batch.store import BatchStore
 from cosched.core.shares import Share, share_of, share_path
@@ -80,7 +80,7 @@ class FeederClient:
         self._now_s = 0.0
         self._store = BatchStore(database or Database("sqlite://"), clock=lambda: self._now_s)
         self._store.join(server, lease_s=_ALIVE_S)
-        self._claims = Claims(self._store, config, self._share)
+        self._claims = FreePlaces(self._store, config, self._share)
         self._jobs = sorted(jobs, key=lambda job: job.start_s)
         self._lines: dict[str, Sequence[TraceRequest]] = {}
         """Batch -> its lines."""

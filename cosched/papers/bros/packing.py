@@ -11,7 +11,7 @@ from typing import NamedTuple
 from cosched.core.batch import IntArray
 from cosched.core.plan import SkipReason
 from cosched.core.request import Request, RequestClass, num_tokens_of
-from cosched.papers.bros.residual_order import Entry, OnlineOrder
+from cosched.papers.bros.residual_order import Entry, ResidualOrder
 from cosched.schedule.builder import PlanBuilder
 from cosched.schedule.ledger import Ledger
 from cosched.schedule.phases import (
@@ -88,7 +88,7 @@ class Packing:
     unfinished online prefill had its place in the order, and does not fit."""
 
     def __init__(
-        self, builder: PlanBuilder, order: OnlineOrder, *, most: int, replaces: bool
+        self, builder: PlanBuilder, order: ResidualOrder, *, most: int, replaces: bool
     ) -> None:
         self.builder = builder
         self.view = builder.view
@@ -147,7 +147,7 @@ def put_aside(out: Entry, builder: PlanBuilder) -> None:
     builder.ledger.drop_decode(out.context)
 
 
-def take_online(packing: Packing, order: OnlineOrder) -> None:
+def take_online(packing: Packing, order: ResidualOrder) -> None:
     """Requests left out pause, and bound offline work (Eq. 6)."""
     rest = _take_in_order(packing, order.entries)
     _pause_the_rest(packing, rest, order.shortest_s)

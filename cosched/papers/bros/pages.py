@@ -20,8 +20,8 @@ from dataclasses import dataclass
 class Page:
     """A page that is not full, with its owners. One of the two may be missing."""
 
-    online: Tail | None = None
-    offline: Tail | None = None
+    online: PageTail | None = None
+    offline: PageTail | None = None
 
     @property
     def left(self) -> int:
@@ -35,7 +35,7 @@ class Page:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Tail:
+class PageTail:
     """The last page of a request, which it has not filled.
 
     row     of the request in the engine's table of slots: its name here
@@ -50,7 +50,7 @@ class Tail:
     page: Page
 
     @property
-    def peer(self) -> Tail | None:
+    def peer(self) -> PageTail | None:
         """The owner of the other side of the page."""
         return self.page.offline if self.is_online else self.page.online
 
@@ -73,18 +73,18 @@ class PreemptionTable:
         self.least_empty = max(2, page_size // 4)
         """Slots that stay empty where sharing begins: below 2 the page would be parted in the next
         iteration, and each parting costs a copy."""
-        self._tails: dict[int, Tail] = {}
-        self._alone: dict[bool, dict[int, Tail]] = {True: {}, False: {}}
+        self._tails: dict[int, PageTail] = {}
+        self._alone: dict[bool, dict[int, PageTail]] = {True: {}, False: {}}
         self._shared: dict[Page, None] = {}
 
     def __len__(self) -> int:
         """Tails."""
         return len(self._tails)
 
-    def __iter__(self) -> Iterator[Tail]:
+    def __iter__(self) -> Iterator[PageTail]:
         return iter(self._tails.values())
 
-    def tail(self, row: int) -> Tail | None:
+    def tail(self, row: int) -> PageTail | None:
         """Of a request; None: its last page is full, or it shares none."""
         return self._tails.get(row)
 
@@ -102,7 +102,7 @@ class PreemptionTable:
 
     # --- Which requests share ---
 
-    def find_block(self, count: int) -> Tail | None:
+    def find_block(self, count: int) -> PageTail | None:
         """FindBlock, for an offline request without a free page: whose page it shares, from the
         right. "If it is a prefill request whose KV cache has not been stored, we find available GPU
         blocks for it according to the maximum number of empty slots in each block; if the request's
@@ -114,7 +114,7 @@ class PreemptionTable:
         """
         return self._emptiest(self._alone[True], count)
 
-    def find_preempt_block(self, count: int) -> Tail | None:
+    def find_preempt_block(self, count: int) -> PageTail | None:
         """FindPreemptBlock, for an online request: "if no GPU blocks are available,
         FindPreemptBlock helps them preempt BE cache blocks and store the KV tensors in the opposite
         direction. A straightforward heuristic is adopted to always preempt BE cache blocks with the
@@ -123,7 +123,7 @@ class PreemptionTable:
         """
         return self._emptiest(self._alone[False], count)
 
-    def _emptiest(self, tails: Mapping[int, Tail], count: int) -> Tail | None:
+    def _emptiest(self, tails: Mapping[int, PageTail], count: int) -> PageTail | None:
         best = min(tails.values(), key=lambda tail: tail.count, default=None)
         if best is None or best.count + count + self.least_empty > self.page_size:
             return None
@@ -132,12 +132,12 @@ class PreemptionTable:
     # --- What requests do ---
 
     def open(
-        self, row: int, *, is_online: bool, start: int, count: int, beside: Tail | None
+        self, row: int, *, is_online: bool, start: int, count: int, beside: PageTail | None
     ) -> None:
         """A request begins a tail, on a page of its own or `beside` another."""
         assert row not in self._tails, f"{row=} has a tail"
         page = Page() if beside is None else beside.page
-        tail = Tail(row=row, is_online=is_online, start=start, count=count, page=page)
+        tail = PageTail(row=row, is_online=is_online, start=start, count=count, page=page)
         assert 0 < count and page.left + page.right + count < self.page_size
         if beside is None:
             self._alone[is_online][row] = tail
@@ -151,7 +151,7 @@ class PreemptionTable:
             page.offline = tail
         self._tails[row] = tail
 
-    def part(self, growth: Mapping[int, int], stay: Collection[int] = ()) -> list[Tail]:
+    def part(self, growth: Mapping[int, int], stay: Collection[int] = ()) -> list[PageTail]:
         """Part the pages that are too small for what their owners add next. Returns the tails that
         must move to a page of their own: the owner with fewer tokens, unless it is among `stay`.
 
@@ -186,7 +186,7 @@ class PreemptionTable:
             else:
                 tail.count += 1
 
-    def grow(self, tail: Tail, count: int) -> None:
+    def grow(self, tail: PageTail, count: int) -> None:
         """A request adds tokens to its tail, which has the room (`part`). When it is full it is a
         tail no longer."""
         tail.count += count
@@ -204,7 +204,7 @@ class PreemptionTable:
         self._leave_peer(tail)
         return False
 
-    def _leave_peer(self, tail: Tail) -> None:
+    def _leave_peer(self, tail: PageTail) -> None:
         page, peer = tail.page, tail.peer
         assert peer is not None
         if tail.is_online:

@@ -14,8 +14,8 @@ Bad          a request that ran ahead lends nothing: every gap is measured from 
 Parameters   TTFT and TPOT targets [s], per request or the server's; `Budgets.idle_share`,
              `BrosConfig`; `BrosOptions` for the ablations.
 
-Steps (Alg. 1): `OnlineOrder` (lines 3 and 4), `take_online` (5 to 14), `add_offline` (15 to 33). B,
-the most requests in an iteration, doubles after one in which all online requests fit, up to the
+Steps (Alg. 1): `ResidualOrder` (lines 3 and 4), `take_online` (5 to 14), `add_offline` (15 to 33).
+B, the most requests in an iteration, doubles after one in which all online requests fit, up to the
 request slots, and is 128 again after another (the early return).
 
 Deviations from the paper, with reasons: docs/policies.md.
@@ -33,7 +33,7 @@ from cosched.core.request import RequestClass
 from cosched.core.view import View
 from cosched.papers.bros.offline import add_offline
 from cosched.papers.bros.packing import Packing, take_online
-from cosched.papers.bros.residual_order import OnlineOrder
+from cosched.papers.bros.residual_order import ResidualOrder
 from cosched.schedule.base import PolicySettings
 from cosched.schedule.builder import PlanBuilder
 from cosched.schedule.phases import Steps, make_room_for_decodes, preempt_beyond_limit
@@ -86,7 +86,7 @@ class BrosPolicy:
         builder = PlanBuilder(view, stop=options.stop)
         preempt_beyond_limit(builder, Steps())
         make_room_for_decodes(builder, Steps())
-        order = OnlineOrder(builder, self._settings, late_last=options.late_last)
+        order = ResidualOrder(builder, self._settings, late_last=options.late_last)
         size = min(state.batch_size, most)
         packing = Packing(builder, order, most=size, replaces=options.replaces)
         take_online(packing, order)

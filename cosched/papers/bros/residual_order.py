@@ -38,7 +38,7 @@ class Entry(NamedTuple):
     context: int
 
 
-class OnlineOrder:
+class ResidualOrder:
     """Running and waiting online requests of a plan that has not been filled yet.
 
     entries     most urgent first; with `late_last` those that cannot be in time behind those that

@@ -19,7 +19,7 @@ from sglang.srt.utils.common import async_h2d
 
 from cosched.core.request import RequestClass
 from cosched.errors import ConfigError
-from cosched.papers.bros.pages import PreemptionTable, Tail
+from cosched.papers.bros.pages import PageTail, PreemptionTable
 from cosched.wire import class_of_priority
 
 
@@ -142,7 +142,7 @@ class BidirectionalAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
         starts: Sequence[int],
         ends: Sequence[int],
         last_loc: torch.Tensor,
-        moved: Sequence[tuple[Tail, int]],
+        moved: Sequence[tuple[PageTail, int]],
     ) -> torch.Tensor | None:
         """Slots of the tokens from `starts` to `ends` of each row; None: there is too little
         memory. last_loc: the slot before `starts`; moved: tails that get a page of their own, and
@@ -171,7 +171,7 @@ class BidirectionalAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
                 start += num_pages * page_size
             if not count:
                 continue
-            beside: Tail | None = None
+            beside: PageTail | None = None
             if is_online is not None and num_free - draft.num_fresh <= len(table):
                 find = table.find_preempt_block if is_online else table.find_block
                 beside = find(count)
@@ -209,7 +209,7 @@ class BidirectionalAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
             )
         return self._rows
 
-    def _move(self, moved: Sequence[tuple[Tail, int]], pages: torch.Tensor) -> None:
+    def _move(self, moved: Sequence[tuple[PageTail, int]], pages: torch.Tensor) -> None:
         """Copy tails to these pages, and update their rows."""
         counts = np.array([count for _, count in moved])
         owner = np.repeat(np.arange(len(moved)), counts)

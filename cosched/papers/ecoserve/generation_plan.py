@@ -34,7 +34,7 @@ Order: TypeAlias = tuple[int, int, int, int, int]
 then arrival (§3.3)."""
 
 
-class Batch(msgspec.Struct, frozen=True, kw_only=True):
+class Generations(msgspec.Struct, frozen=True, kw_only=True):
     """The state between two plans.
 
     groups        rid of an active GT -> number of its group
@@ -70,10 +70,14 @@ class EcoOptions:
 
 class Work:
     """running: rid -> request past its prefill that is not preempted. groups, guests, regions,
-    is_due, forward_size: as in `Batch`. reserve: KV tokens that are kept back."""
+    is_due, forward_size: as in `Generations`. reserve: KV tokens that are kept back."""
 
     def __init__(
-        self, builder: PlanBuilder, settings: PolicySettings, options: EcoOptions, state: Batch
+        self,
+        builder: PlanBuilder,
+        settings: PolicySettings,
+        options: EcoOptions,
+        state: Generations,
     ) -> None:
         self.builder = builder
         self.view = view = builder.view

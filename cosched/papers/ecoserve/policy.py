@@ -35,7 +35,7 @@ from cosched.core.plan import Plan, SkipReason
 from cosched.core.request import Request
 from cosched.core.view import View
 from cosched.papers.ecoserve.forward_size import target_forward_size
-from cosched.papers.ecoserve.generation_plan import Batch, EcoOptions, Work, is_impatient
+from cosched.papers.ecoserve.generation_plan import EcoOptions, Generations, Work, is_impatient
 from cosched.papers.ecoserve.hosting import find_guests
 from cosched.papers.ecoserve.prompts import add_prompts
 from cosched.papers.ecoserve.queues import Entry, Promises, begins_online, entries, fill, remove
@@ -52,13 +52,13 @@ _ALL = EcoOptions()
 class EcoServePolicy:
     """Alg. 1. See the module's docstring."""
 
-    initial = Batch()
+    initial = Generations()
 
     def __init__(self, settings: PolicySettings, options: EcoOptions = _ALL) -> None:
         self._settings = settings
         self._options = options
 
-    def plan(self, view: View, state: Batch) -> tuple[Plan, Batch]:
+    def plan(self, view: View, state: Generations) -> tuple[Plan, Generations]:
         state = msgspec.structs.replace(state, num_plans=state.num_plans + 1)
         if not state.forward_size or state.num_plans >= REFRESHED:
             size = target_forward_size(view.predictor)

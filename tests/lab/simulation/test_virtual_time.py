@@ -190,7 +190,7 @@ def test_hygen_attains_what_online_requests_alone_do_and_gets_offline_work_done(
 
 @pytest.mark.parametrize(("mode", "is_told"), [("oracle", True), ("histogram", False)])
 def test_only_an_oracle_is_told_how_long_responses_get(mode, is_told, monkeypatch):
-    from cosched.engine.reply_lengths import Lengths
+    from cosched.engine.reply_lengths import ReplyLengths
     from cosched.wire import hint_of_params
 
     hints = []
@@ -199,7 +199,7 @@ def test_only_an_oracle_is_told_how_long_responses_get(mode, is_told, monkeypatc
         hint = hint_of_params(tracked.req.sampling_params.custom_params)
         hints.append((hint, tracked.num_output_tokens))
 
-    monkeypatch.setattr(Lengths, "ended", ended)
+    monkeypatch.setattr(ReplyLengths, "ended", ended)
     execute(make_spec("sarathi").configured(length={"mode": mode}))
     assert len(hints) > 5
     assert all(hint == (length if is_told else None) for hint, length in hints)
