@@ -6,12 +6,14 @@ those of other processes.
     flags, config  of the engine; config: null for stock SGLang
     num_ranks      tensor-parallel ranks
     num_stages     of a pipeline (1); with more there are no ranks
-    requests       for each rank of DP attention: [id, prompt, output tokens, priority, iteration]
+    requests       for each rank of DP attention: [id, prompt, output tokens, priority, iteration];
+                   one list: tensor parallelism alone
     aborts         the same: [id, iteration]
     limits         the same: [limits of offline work, iteration]
     stops          share of plans that preempt a running request as well
 
-Prints JSON: output ids by request, and what the controller counted.
+Prints JSON: output ids by request, what the controller counted, and the pages that two classes
+shared (BROS), summed over iterations.
 """
 
 import json
@@ -40,7 +42,8 @@ def main(rank, task):
     loader.initialize_dummy_weights = randomize
     num_stages = task.get("num_stages", 1)
     dp_rank = 0 if num_stages > 1 else rank * len(task["requests"]) // task["num_ranks"]
-    engine = LocalEngine(task["flags"], rank=rank, dp_rank=None if num_stages > 1 else dp_rank)
+    is_dp = num_stages == 1 and len(task["requests"]) > 1
+    engine = LocalEngine(task["flags"], rank=rank, dp_rank=dp_rank if is_dp else None)
     scheduler = engine.scheduler
     controller = getattr(scheduler, "cosched", None)
     if controller is not None and controller.planner is not None and task.get("stops"):
@@ -58,9 +61,12 @@ def main(rank, task):
         message = SetInternalStateReq(server_args=limits_to_message(OfflineLimits(**limits)))
         actions.setdefault(iteration, []).append(lambda message=message: engine.send(message))
     number, last = 0, max(actions, default=0)
+    pages = getattr(scheduler.token_to_kv_pool_allocator, "table", None)
+    shared_pages = 0
 
     def until():
-        nonlocal number
+        nonlocal number, shared_pages
+        shared_pages += 0 if pages is None else pages.num_shared
         for act in actions.pop(number, ()):
             act()
         number += 1
@@ -78,6 +84,7 @@ def main(rank, task):
         + scheduler.tree_cache.evictable_size(),
         "total": scheduler.max_total_num_tokens,
         "iterations": number,
+        "shared_pages": shared_pages,
     }
     if controller is not None:
         told["state"] = state_of(controller).to_dict()

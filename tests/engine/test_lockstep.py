@@ -44,22 +44,26 @@ def traffic(number, seed=1, ranks=(0, 1)):
 def group(forks, tmp_path):
     """`group(requests, policy=...)` -> what each rank says at the end."""
 
-    def run(requests, *, policy="cosched", num_ranks=2, model=MIXTURE, switches=(), **task):
+    def run(
+        requests, *, policy="cosched", num_ranks=2, model=MIXTURE, switches=(), config=None, **task
+    ):
         (tmp_path / "config.json").write_text(json.dumps(SIZES | model))
         chosen = FLAGS | {"--nccl-port": str(free_port())}
         if task.get("num_stages"):
             chosen |= {"--pp-size": str(num_ranks), "--max-running-requests": "16"}
             chosen |= {"--max-total-tokens": "600"}
         else:
-            chosen |= {"--tp": str(num_ranks), "--dp": "2"}
-            switches = (*switches, "--enable-dp-attention")
+            chosen |= {"--tp": str(num_ranks)}
+            if len(requests) > 1:
+                chosen |= {"--dp": "2"}
+                switches = (*switches, "--enable-dp-attention")
         flags = ["--model-path", str(tmp_path), "--load-format", "dummy"]
         flags += [text for pair in chosen.items() for text in pair]
         flags += ["--dist-timeout", "60"]  # of ranks that wait for each other
         flags += [*switches, *(() if policy == "sglang" else ("--enable-mixed-chunk",))]
         task |= {
             "flags": flags,
-            "config": {"policy": policy, "strict": True},
+            "config": {"policy": policy, "strict": True, **(config or {})},
             "requests": requests,
             "num_ranks": num_ranks,
         }
@@ -123,6 +127,24 @@ def test_the_same_tokens_as_stock_with_preemptions(group, stock, policy, num_ran
         assert state["num_preemptions"] > 0 and state["offline_prefill_tokens"] > 0
         assert not state["num_safe_plans"] and not state["failures"]
         assert one["observed"] > 0
+
+
+@pytest.mark.long
+def test_pages_shared_by_both_classes_with_tensor_parallelism(group, stock):
+    """Each rank parts and joins the same pages, without a word between them (BROS's testbed)."""
+    (requests, _) = traffic(3 * NUM_REQUESTS, ranks=(0, 0))
+    switches = ["--page-size", "16", "--max-total-tokens", "640"]
+    expected = stock([requests], model=DENSE)
+    told = group(
+        [requests],
+        policy="bros",
+        model=DENSE,
+        switches=switches,
+        stops=0.2,
+        config={"kv": {"bidirectional_pages": True}},
+    )
+    assert outputs(told) == expected and len(expected) == 3 * NUM_REQUESTS
+    assert told[0]["shared_pages"] == told[1]["shared_pages"] > 0
 
 
 def test_the_same_tokens_as_stock_with_drafts(group, stock, tmp_path):

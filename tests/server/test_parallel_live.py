@@ -164,6 +164,7 @@ def test_ranks_that_step_together_serve_both_classes_and_a_batch(tiny_model, for
         assert sorted(planned) == ["0", "1"]
 
 
+@pytest.mark.long
 def test_every_http_process_reads_the_class(tiny_model, forks):
     """Two processes share the port; both must have the hooks, the routes and their admin key."""
     flags = ("--tokenizer-worker-num", "2", "--admin-api-key", "SECRET")
