@@ -118,11 +118,13 @@ class OfflineGate:
     def turns_away(self, req: Any) -> bool:
         """True if an offline request is refused instead of queued: the server is ending, or the
         pool is full. A preempted request always returns to the pool."""
+        waiting, tracked = self._waiting, TrackedRequest.of(req)
         if self.is_draining:
             self._answer(req, HTTPStatus.SERVICE_UNAVAILABLE, LET_GO_MESSAGE)
+            if waiting is not None and tracked is not None:
+                waiting.turned_away(tracked)
             return True
-        waiting = self._waiting
-        if waiting is None or self._max_waiting is None or TrackedRequest.of(req) is not None:
+        if waiting is None or self._max_waiting is None or tracked is not None:
             return False
         if len(waiting.offline) < self._max_waiting:
             return False

@@ -164,6 +164,10 @@ class WaitingQueue:
         self.features.tell(Feature.on_unqueued, tracked)
         return tracked
 
+    def turned_away(self, tracked: TrackedRequest) -> None:
+        """A preempted request will not be queued again."""
+        self.features.tell(Feature.on_aborted, tracked)
+
     def use_arrival_order(self) -> None:
         """Put all waiting offline requests into a plain queue: the pool has failed."""
         queue: ArrivalQueue[TrackedRequest] = ArrivalQueue()

@@ -277,9 +277,12 @@ def complete_batch(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> 
     built is attributed to a request (`cosched.engine.faults`)."""
 
     def build() -> Any:
+        unfinished = scheduler.chunked_req
         plan = original(scheduler, *args, **kwargs)
         controller = _controller(scheduler)
         if controller is not None:
+            if unfinished is not None and unfinished.finished():
+                controller.on_result(None, [unfinished])  # aborted: no result tells so
             plan.running_batch = controller.launched(plan.batch_to_run, plan.running_batch)
             if plan.batch_to_run is None:
                 forget_last(scheduler)

@@ -23,7 +23,7 @@ PORT = ROOT / "cosched" / "engine" / "port"
 
 # Modules that wrap a part of SGLang, as port modules do: the tree core, the HTTP server, the
 # command line, the CPU engine.
-TREE_CORE = {"tree_core", "host_core", "kv"}
+TREE_CORE = {"tree_core", "host_core", "kv_manager", "kv_on_host"}
 OUTSIDE = {
     "admin",
     "model_operations",
