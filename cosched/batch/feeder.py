@@ -259,9 +259,7 @@ class Feeder:
         self._meter.look(0 if self._is_paused() else self.num_in_flight)
         self.rate = self._meter.rate()
 
-    def outlooks(
-        self, found: Sequence[Batch], *, taken: Mapping[str, int]
-    ) -> dict[str, BatchOutlook]:
+    def outlooks(self, found: Sequence[Batch], taken: Mapping[str, int]) -> dict[str, BatchOutlook]:
         """Of batches with lines to send. For any thread. `taken`: batch -> lines in flight."""
         return outlooks_of(
             found,
