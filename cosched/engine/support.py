@@ -328,8 +328,8 @@ def _why_no_shared_pages(resolved: Any) -> str | None:
         )
     if resolved.enable_hierarchical_cache:
         return "host memory (--enable-hierarchical-cache) copies pages in ascending order"
-    if resolved.dp_size > 1:
-        return "it is not tested with several ranks of DP attention (--dp)"
+    if resolved.attn_dp_size > 1:
+        return "it is not tested with several ranks of DP attention"
     return None
 
 

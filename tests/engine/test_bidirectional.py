@@ -58,7 +58,6 @@ def test_sharing_pages_changes_no_token(
         ({"page_size": 1}, (), "one slot, and nothing to share"),
         ({"page_size": 16}, ("--enable-hierarchical-cache",), "copies pages in ascending order"),
         ({"page_size": 16, "attention_backend": "fa3"}, (), "fa3 reads whole pages"),
-        ({"page_size": 16, "tp": 2, "dp": 2}, ("--enable-dp-attention",), "several ranks"),
     ],
 )
 def test_if_pages_cannot_be_shared_the_server_does_not_start(make_engine, flags, switches, reason):
