@@ -33,7 +33,7 @@ from cosched.config import Config
 from cosched.errors import ConfigError
 from cosched.lab.benchmark.progress import progress_of_runs, virtual_time_bar
 from cosched.lab.metrics.figure import check_can_draw
-from cosched.lab.metrics.goals import parse_goal
+from cosched.lab.metrics.goals import attainment_goal
 from cosched.lab.metrics.plots import Run, write_run_plots
 from cosched.lab.metrics.records import write_records, write_rows
 from cosched.lab.metrics.stats import Window
@@ -158,7 +158,7 @@ class Simulate(JsonOption):
     def _find(self, spec: RunSpec) -> dict[str, Any]:
         name, share = self.capacity.find, self.capacity.attainment
         assert name is not None
-        wanted, goal = CAPACITIES[name], parse_goal(f"attainment>={100 * share:g}%")
+        wanted, goal = CAPACITIES[name], attainment_goal(share)
         with progress_of_runs(f"{name}:", quiet=self.quiet) as on_run:
             found = search(
                 wanted,

@@ -89,6 +89,12 @@ class Goal:
         return value
 
 
+def attainment_goal(share: float) -> Goal:
+    """At least this share of the online requests meet their targets."""
+    text = f"attainment>={share:.0%}"
+    return Goal(text=text, statistic=None, metric="attainment", limit=share)
+
+
 def parse_goal(text: str) -> Goal:
     """ConfigError naming the syntax."""
     written = "".join(text.split())

@@ -265,9 +265,10 @@ def search(
     """
     if not goals:
         raise ConfigError("no goal: name at least one --slo")
+    is_named = low is not None or high is not None
     least, most = wanted.bounds(spec)
     low, high = least if low is None else low, most if high is None else high
-    if not 0 < low <= high:
+    if not 0 < low <= high or (is_named and low == high):
         raise ConfigError(f"the range is {low:g} to {high:g}; it must be above 0 and ascend")
     if not 0 < tolerance < 1:
         raise ConfigError(f"tolerance is {tolerance}; it must be in (0, 1)")

@@ -100,6 +100,7 @@ SPEC = make_spec("hygen", duration_s=3.0)
     ("changes", "arguments", "message"),
     [
         ({}, {"low": 5.0, "high": 4.0}, "the range is 5 to 4"),
+        ({}, {"low": 5.0, "high": 5.0}, "the range is 5 to 5"),
         ({}, {"tolerance": 1.5}, r"tolerance is 1\.5"),
         ({}, {"goals": []}, "name at least one --slo"),
         ({"config": (("latency_budget_mss", 3),)}, {}, "latency_budget_mss"),
@@ -139,6 +140,26 @@ def test_a_real_search_meets_its_goals_and_the_next_value_does_not(monkeypatch):
 # -- capacity -------------------------------------------------------------------------------------
 
 GOALS = [parse_goal("attainment>=90%")]
+
+
+def test_the_command_answers_in_a_sentence(monkeypatch, capsys):
+    stay_in_process(monkeypatch)
+    load = ["--online", "alpaca", "--online-rate", "64", "--duration", "1", "--slo-ttft", "1"]
+    limits = ["--max-running-requests", "16", "--attainment", "0.0000001", "--tolerance", "0.9"]
+    question = ["--policy", "sglang", "--find", "max-online-rate"]
+    simulate.main([*question, *load, *limits, "--quiet"])
+    sentence, *_, line = capsys.readouterr().out.splitlines()
+    answer = json.loads(line)
+    assert sentence == f"max-online-rate: {answer['value']:g} req/s (attainment of at least 0%)"
+    assert answer["bounds"] == [4.0, 1024.0] and answer["attainment"] == 1e-7
+    assert {probe["value"] for probe in answer["probes"]} >= {answer["value"]}
+
+
+@pytest.mark.parametrize("share", ["0", "1.5"])
+def test_an_attainment_beyond_all_requests_is_refused(share, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        simulate.main(["--find", "min-kv", "--online", "alpaca", "--attainment", share])
+    assert "--attainment" in capsys.readouterr().err
 
 
 def test_a_question_without_what_it_is_about_is_refused():
