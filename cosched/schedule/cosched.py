@@ -196,7 +196,8 @@ class CoschedPolicy:
     def plan(self, view: View, state: Past) -> tuple[Plan, Past]:
         if self._is_settled(view):
             return EMPTY_PLAN, state
-        look = self._look(view, state)
+        ranks = tiers_in_order(self._settings.tiers, state.credits)
+        look = self._look(view, ranks)
         builder, order = look.builder, look.order
         tiers = [
             _TierOrder(one, self._late_first(one, state.turns[rank], view, look.deadlines))
@@ -230,7 +231,6 @@ class CoschedPolicy:
         turns = [*state.turns]
         for rank, one in zip(look.served, tiers, strict=True):
             turns[rank] = one.turn_after(state.turns[rank], plan.prefill, begun)
-        ranks = tiers_in_order(self._settings.tiers, state.credits)
         return plan, Past(
             turns=tuple(turns),
             credits=next_credits(self._settings.tiers, state.credits, ranks, builder),
@@ -258,9 +258,9 @@ class CoschedPolicy:
         )
         return look.deadlines.needs(self._time_budget(look))
 
-    def _look(self, view: View, state: Past) -> Look:
-        """Where a request of a tier would miss a target, again without lower tiers."""
-        served = tiers_in_order(self._settings.tiers, state.credits)
+    def _look(self, view: View, served: Sequence[int]) -> Look:
+        """Where a request of a tier would miss a target, again without lower tiers. served: all
+        tiers, in order."""
         while True:
             builder = PlanBuilder(
                 view,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Sequence
 
@@ -191,8 +192,8 @@ class Ledger:
 
     def _room(self, request: Request, match: Match | None) -> int:
         """Prompt tokens for which there is memory in this iteration."""
-        room = self.kv.most_tokens(request, match)
-        for memory in self.memories[:-1]:  # no comprehension: plans ask thousands of times
+        room = sys.maxsize
+        for memory in self.memories:  # no comprehension: plans ask thousands of times
             room = min(room, memory.most_tokens(request, match))
         return room
 
