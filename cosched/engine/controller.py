@@ -239,6 +239,12 @@ class Controller:
         self.features.tell(Feature.on_launched, iteration, batch)
         return running_batch
 
+    def look_after(self, unfinished: Any | None) -> None:
+        """The request that was in the middle of its prefill when SGLang began to build a batch. If
+        it was aborted, SGLang has released it by now, and no result will say so."""
+        if unfinished is not None and not port.is_under_way(unfinished):
+            self.on_result(None, [unfinished])
+
     def finished(self, iteration: Iteration | None, batch: Any) -> None:
         """The tokens of an iteration are known. iteration: None if its launch was not observed."""
         if iteration is not None:

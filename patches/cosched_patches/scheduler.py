@@ -281,8 +281,7 @@ def complete_batch(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> 
         plan = original(scheduler, *args, **kwargs)
         controller = _controller(scheduler)
         if controller is not None:
-            if unfinished is not None and unfinished.finished():
-                controller.on_result(None, [unfinished])  # aborted: no result says so
+            controller.look_after(unfinished)
             plan.running_batch = controller.launched(plan.batch_to_run, plan.running_batch)
             if plan.batch_to_run is None:
                 forget_last(scheduler)
@@ -290,8 +289,9 @@ def complete_batch(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> 
 
     faults = _faults(scheduler)
     plan = build() if faults is None else faults.next_batch(build)
-    nothing = NextBatchPlan(batch_to_run=None, running_batch=scheduler.running_batch)
-    return nothing if plan is None else plan
+    if plan is None:
+        return NextBatchPlan(batch_to_run=None, running_batch=scheduler.running_batch)
+    return plan
 
 
 def admit_to_decode(original: Any, scheduler: Any) -> None:

@@ -1,5 +1,5 @@
-"""What the online requests of this scheduler would have alone: what a batch costs them
-them, and for tolerance mode (`cosched.predict`)."""
+"""What the online requests of this scheduler would have alone, to tell what a batch costs them, and
+for tolerance mode (`cosched.predict`)."""
 
 from __future__ import annotations
 
