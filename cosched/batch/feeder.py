@@ -101,7 +101,7 @@ class Feeder:
         self._config = config
         self._keys = keys
         self._rules = LineRules(config, scope=scope)
-        self._claims = FreePlaces(store, config, keys.share)
+        self._places = FreePlaces(store, config, keys.share)
         self._redaction = Redaction([] if config.folder is None else [config.folder])
         self._name = secrets.token_hex(8)
         self.num_servers = 1
@@ -354,7 +354,7 @@ class Feeder:
 
     async def _refill(self, found: Sequence[Batch]) -> None:
         found = [batch for batch in found if self._keys.may_have_batches(batch.owner)]
-        if not found or not self._claims.are_due(self.num_in_flight):
+        if not found or not self._places.are_due(self.num_in_flight):
             return
         progress = self._meter.progress
         here = Here(
@@ -366,7 +366,7 @@ class Feeder:
         )
         by_id = {batch.id: batch for batch in found}
         num_waiting = sum(batch.num_left for batch in found) - self.num_in_flight
-        claims = await self._run("step", self._claims.next, found, here)
+        claims = await self._run("step", self._places.next, found, here)
         await self._update_models()
         away: FilesUnavailableError | None = None
         for claim in claims:
@@ -471,7 +471,7 @@ class Feeder:
                 self.failures.add(error, "cannot write results")
                 await asyncio.sleep(_RETRY_S)
                 self._has_finished.set()
-            if self._claims.are_due(self.num_in_flight):
+            if self._places.are_due(self.num_in_flight):
                 self.wake()
 
     async def _flush(self) -> None:
