@@ -15,6 +15,7 @@ How long it takes: docs/simulation.md.
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -132,7 +133,7 @@ class Suite(_OfSuite):
     missing: bool = False
     """run only rows that the page of --write has not, whatever code the others were made by"""
     plot: NewFile | None = None
-    """draw each column against the option that the scenarios vary"""
+    """draw each column against the option that the scenarios vary; the page of --write shows it"""
     list: bool = False
     """list the suites"""
 
@@ -157,7 +158,7 @@ class Suite(_OfSuite):
         page = read_page(self.write) if self.write is not None and is_there else Page()
         if self.missing:
             rows = [row for row in rows if Key.of(row) not in page.rows]
-        command = self._command(self.suite)
+        text = partial(page.text, suite, self._command(self.suite), self._picture())
         commit = {"commit": versions()["commit"] or ""}
         made: dict[Key, dict[str, str]] = {}
 
@@ -166,7 +167,7 @@ class Suite(_OfSuite):
             if row.chosen:
                 cells["chosen"] = chosen_cell(row.chosen)
             made[Key.of(row)] = page.rows[Key.of(row)] = cells | commit
-            self.save(self.write, lambda path: write_whole(path, page.text(suite, command)))
+            self.save(self.write, lambda path: write_whole(path, text()))
 
         outcomes = self.run_rows(rows, store=ResultStore(self.results), on_row=on_row)
         if sys.stdout.isatty():
@@ -174,7 +175,8 @@ class Suite(_OfSuite):
                 print(f"{name}: {suite.grid[name].title}")
                 Page(made).print(suite, name)
         else:
-            print(Page(made).text(suite, command))
+            print(Page(made).text(suite, self._command(self.suite)))
+        self.save(self.write, lambda path: write_whole(path, text()))
         self.save(self.plot, lambda path: page.plot(suite, path))
         return self.finish(
             {
@@ -195,7 +197,14 @@ class Suite(_OfSuite):
         words = ["python", "-m", "cosched.bench", "suite", suite]
         if data_dir_of(self.data_dir) is not None:
             words += ["--data-dir", "DIR"]
-        return shlex.join([*words, "--write", str(self.write or "FILE")])
+        words += ["--write", str(self.write or "FILE")]
+        return shlex.join([*words, *(["--plot", str(self.plot)] if self.plot is not None else [])])
+
+    def _picture(self) -> str | None:
+        """The drawing of --plot, as seen from the page of --write."""
+        if self.plot is None or self.write is None:
+            return None
+        return os.path.relpath(self.plot, self.write.parent)
 
 
 def _described(one: Outcome) -> Mapping[str, Any]:

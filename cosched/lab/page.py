@@ -24,7 +24,16 @@ from cosched.lab.metrics.table import markdown_rows, print_rows
 from cosched.lab.simulation.run import RunResult
 from cosched.lab.simulation.setting import title_of
 from cosched.lab.suite import Outcome, Row, as_arguments
-from cosched.lab.suite_file import Keeps, Option, Options, Ratio, SuiteFile, SuiteTarget
+from cosched.lab.suite_file import (
+    Claim,
+    Keeps,
+    Option,
+    Options,
+    Ratio,
+    SuiteFile,
+    SuiteTarget,
+    matching,
+)
 
 TOLERANCE = 0.01
 """A number holds within 1 %, or within one unit of the last digit shown."""
@@ -113,9 +122,13 @@ class Page:
 
     rows: dict[Key, dict[str, str]] = field(default_factory=dict)
 
-    def text(self, suite: SuiteFile, command: str) -> str:
-        """As Markdown."""
+    def text(self, suite: SuiteFile, command: str, picture: str | None = None) -> str:
+        """As Markdown. picture: where `plot` has drawn, as seen from the page."""
         parts = [f"# {suite.title}\n", suite.about.strip() + "\n", f"```bash\n{command}\n```\n"]
+        if suite.claims:
+            parts += ["## What the paper reports\n", self._claims(suite)]
+        if picture is not None:
+            parts.append(f"![{suite.title}]({picture})\n")
         for name, scenario in suite.grid.items():
             if not any(self._of(suite, name)):
                 continue
@@ -202,6 +215,29 @@ class Page:
             for one in (key, key._replace(setting=keeps.of))
         )
         return own is not None and (least is None or own >= least - keeps.within)
+
+    def _claims(self, suite: SuiteFile) -> str:
+        """What the paper reports beside what these rows give, and what is not reproduced."""
+        lines = []
+        for claim in suite.claims:
+            here = claim.why_not or claim.shown(list(self._claimed(suite, claim)))
+            lines.append([claim.figure, claim.says, claim.reported, here or "not run"])
+        return markdown_rows(["figure", "claim", "reported", "here, mean (range)"], lines)
+
+    def _claimed(self, suite: SuiteFile, claim: Claim) -> Iterator[float]:
+        """The number that a claim is about, in each case."""
+        for name in matching(claim.scenarios, suite.grid, kind="scenario") or suite.grid:
+            for value, _ in suite.grid[name].cases():
+                if claim.values and value not in claim.values:
+                    continue
+                own, other = (
+                    _number(self.rows.get(Key.at(name, value, setting), {}).get(claim.column, ""))
+                    for setting in (claim.setting, claim.of)
+                )
+                if own is not None and not claim.of:
+                    yield own
+                elif own is not None and other:
+                    yield own / other
 
     def _targets(self, suite: SuiteFile) -> str:
         lines = []

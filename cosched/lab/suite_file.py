@@ -24,6 +24,23 @@
 
 An option with a list is varied: the scenario is run with each value.
 
+A suite of a paper's experiments says what the paper reports. The page puts beside it what these
+rows give, or why it is not reproduced:
+
+    [[claims]]
+    figure = "Fig. 6"
+    says = "work with prefix sharing against without"
+    reported = "up to 4 x"
+    setting = "hygen"
+    column = "work/s"
+    of = "hygen-fcfs"
+    scenarios = ["mmlu"]
+
+    [[claims]]
+    figure = "Fig. 10"
+    says = "Yi-34B on four GPUs"
+    why_not = "there is no kernel table of it"
+
 With machines each scenario is run on each of them, under the name MACHINE/SCENARIO:
 
     [machines.a100]
@@ -46,9 +63,10 @@ option after another, beginning with the first value of each:
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
+from statistics import fmean, geometric_mean
 from typing import Any, Literal
 
 import msgspec
@@ -202,6 +220,46 @@ class SuiteTarget(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
         return f"`{self.setting}`: {mean}{self.column} {sign} {bound:g}{of}{self.keeps or ''}"
 
 
+class Claim(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """What a paper reports: a column of `setting`, with `of` in relation to that setting's.
+
+    scenarios  in which it is looked at, or patterns of their names; default: all
+    values     of the option that they vary; default: all
+    form       a quotient is shown as a multiple or as a change [%]
+    why_not    it is not reproduced, for this reason
+    """
+
+    figure: str
+    says: str
+    reported: str = ""
+    setting: str = ""
+    column: str = ""
+    of: str = ""
+    scenarios: tuple[str, ...] = ()
+    values: tuple[Option, ...] = ()
+    form: Literal["ratio", "change"] = "ratio"
+    why_not: str = ""
+
+    def __post_init__(self) -> None:
+        if bool(self.why_not) == bool(self.setting and self.column):
+            raise ValueError("a claim has either a `setting` and its `column`, or `why_not`")
+
+    def shown(self, numbers: Sequence[float]) -> str:
+        """numbers: of each case; quotients with `of`. Their mean and range; empty without cases."""
+        if not numbers:
+            return ""
+        mean = geometric_mean(numbers) if self.of and min(numbers) > 0 else fmean(numbers)
+        least, most = self._text(min(numbers)), self._text(max(numbers))
+        unit = {"ratio": " x", "change": " %"}[self.form] if self.of else ""
+        between = f" ({least} to {most})" if least != most else ""
+        return f"{self._text(mean)}{unit}{between}"
+
+    def _text(self, number: float) -> str:
+        if self.of and self.form == "change":
+            return f"{100 * (number - 1):+.0f}"
+        return f"{number:,.3g}" if abs(number) < 1000 else f"{number:,.0f}"
+
+
 class SuiteFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """An experiment.
 
@@ -226,6 +284,7 @@ class SuiteFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     options: Options = {}
     generated: dict[str, str] = {}
     targets: tuple[SuiteTarget, ...] = ()
+    claims: tuple[Claim, ...] = ()
 
     def __post_init__(self) -> None:
         for machine in self.machines.values():
@@ -236,6 +295,7 @@ class SuiteFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
                 raise ValueError("a setting has a `search`, but the suite has not")
         settings = {s for target in self.targets for s in (target.setting, *target.of)}
         settings |= {s for ratio in self.ratios.values() for s in ratio.of}
+        settings |= {s for claim in self.claims for s in (claim.setting, claim.of) if s}
         settings |= {target.keeps.of for target in self.targets if target.keeps}
         settings |= {one for one in (self.search and self.search.alone,) if one}
         settings |= {self.beside.setting} if self.beside else set()
@@ -246,7 +306,10 @@ class SuiteFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
         named += [target.keeps.column for target in self.targets if target.keeps]
         named += [ratio.column for ratio in self.ratios.values()]
         named += self.beside.columns if self.beside else ()
+        named += [claim.column for claim in self.claims if claim.column]
         check_known("column", named, self.columns)
+        for claim in self.claims:
+            matching(claim.scenarios, self.grid, kind="scenario")
         for name, one in self.scenarios.items():
             if sum(isinstance(value, list) for value in one.options.values()) > 1:
                 raise ValueError(f"scenario {name!r} varies more than one option")

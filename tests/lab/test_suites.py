@@ -100,6 +100,7 @@ def test_every_suite_names_known_options_policies_and_columns(name, tmp_path):
         ("latency_budget_ms", "latency_bujet_ms", "few, hygen, budget: --cosched-config: "),
         ('policy = "hygen"', 'policy = "hygien"', "unknown setting 'hygien'"),
         ("[settings.s0]", "[settings.s0]\nsearch.overlap = [true]", "but the suite has not"),
+        ("[[targets]]", '[[claims]]\nfigure = "1"\nsays = ""\n[[targets]]', "or `why_not`"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_named_before_anything_runs(small, old, new, said):
@@ -206,6 +207,51 @@ def test_targets_are_bounds_by_case():
     text = page.text(suite, "command")
     assert "times the best of `hygen`, `echo-bs+e+s`, `bros` |  | questions (1.2) |" in text
     assert "both met % ≥ 95 | questions (99) |  |" in text
+
+
+def test_claims_of_a_paper_stand_beside_the_same_of_these_rows(small, tmp_path):
+    small.write_text(
+        SMALL
+        + """
+[[claims]]
+figure = "Fig. 1"
+says = "the job against stock"
+reported = "half as long"
+setting = "hygen, budget"
+column = "job done s"
+of = "sarathi"
+[[claims]]
+figure = "Fig. 1"
+says = "the smaller job, as a change"
+setting = "hygen, budget"
+column = "job done s"
+of = "sarathi"
+values = [10]
+form = "change"
+[[claims]]
+figure = "Fig. 2"
+says = "chats in time"
+setting = "s0"
+column = "both met %"
+[[claims]]
+figure = "Fig. 3"
+says = "on four GPUs"
+why_not = "no table of their kernels"
+"""
+    )
+    suite = read_suite(str(small))
+    seconds = {("10", "sarathi"): "20.0", ("10", "hygen, budget"): "10.0 ± 2.0"}
+    seconds |= {("20", "sarathi"): "40.0", ("20", "hygen, budget"): "5.0"}
+    page = Page({Key("few", *at): {"job done s": text} for at, text in seconds.items()})
+    text = page.text(suite, "command", "../images/small.png")
+    assert "| Fig. 1 | the job against stock | half as long | 0.25 x (0.125 to 0.5) |" in text
+    assert "| Fig. 1 | the smaller job, as a change |  | -50 % |" in text
+    assert "| Fig. 2 | chats in time |  | not run |" in text
+    assert "| Fig. 3 | on four GPUs |  | no table of their kernels |" in text
+    assert "![Small](../images/small.png)" in text
+    path = tmp_path / "page.md"
+    path.write_text(text)
+    assert read_page(path).rows.keys() == page.rows.keys(), "claims are no rows"
 
 
 CARDS = """
