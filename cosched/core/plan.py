@@ -33,8 +33,7 @@ class SkipReason(Enum):
     The engine's limits: token_budget (prompt tokens of an iteration), memory_budget, request_slots,
     unfinished_prefill (another prefill is unfinished, and this one does not fit whole), adapters,
     decodes_due (the last iteration left the decodes out), engine_refused (it is backing off),
-    restoring (its KV is being copied from host memory), shared_prefix (another request computes its
-    prefix, which is in the cache soon).
+    shared_prefix (another request computes its prefix, which is in the cache soon).
     The policy's: latency_budget (time), batch_size (requests at once), rate_limit (requests per
     second), higher_tier (a higher tier needs the iteration), online_reserve and recompute_debt (KV
     memory; docs/architecture.md).
@@ -53,7 +52,6 @@ class SkipReason(Enum):
     DECODES_DUE = "decodes_due"
     OPERATOR_LIMIT = "operator_limit"
     ENGINE_REFUSED = "engine_refused"
-    RESTORING = "restoring"
     SHARED_PREFIX = "shared_prefix"
     ONLINE_RESERVE = "online_reserve"
     RECOMPUTE_DEBT = "recompute_debt"

@@ -313,8 +313,7 @@ class View(Protocol):
         """Why this waiting request cannot be admitted now, whatever the headroom; None: it can.
 
         engine_refused: the engine refused it for a reason that no plan knows (for example an
-        adapter that cannot be loaded), and it is backing off. restoring: its KV is being copied
-        from host memory."""
+        adapter that cannot be loaded), and it is backing off."""
         ...
 
     @property

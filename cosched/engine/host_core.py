@@ -7,9 +7,7 @@ SGLang copies either everything that it inserts (``write_through``) or everythin
   SGLang takes when host memory is full;
 * copies what is evicted next before its place is needed (`write_ahead`), while iterations run:
   SGLang waits for each copy. An eviction that was not foreseen still waits;
-* gives up the copies of the lowest value first;
-* loads the KV of a waiting request before it is admitted (`restore`), while iterations run: SGLang
-  loads it in the iteration that admits the request, and all decodes of that iteration wait.
+* gives up the copies of the lowest value first.
 
 With the other write policies SGLang copies as it does, and only the two orders of eviction are
 cosched's.
@@ -21,7 +19,7 @@ import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.unified_cache.cache_action import BackupKV
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import (
@@ -29,7 +27,6 @@ from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import (
     EvictDeviceLeafResult,
 )
 
-from cosched.engine import port
 from cosched.engine.kv_readers import walk
 from cosched.engine.tree_core import FULL, KvTreeCore, OrderedLeaves, TreeNode
 from cosched.memory.eviction import Leaves
@@ -50,11 +47,6 @@ class HostedTreeCore(KvTreeCore):
         self._cache: Any = None
         self._least = float("inf")
         """Copies of at least this value are not given up now."""
-        self._loads: dict[int, tuple[int, int]] = {}
-        """Last node of a path that is loaded ahead -> SGLang's number of the load, and the position
-        at which it begins."""
-        self._awaits_load = False
-        """The batch that is being built reads KV that is still being loaded."""
         self.transferred = {"to_host": 0, "to_device": 0, "waited": 0}
         super().__init__(params, components)
 
@@ -72,7 +64,6 @@ class HostedTreeCore(KvTreeCore):
 
     def reset(self) -> None:
         super().reset()
-        self._loads.clear()
         if self._copies is not None:
             self._copies.clear()
             self.evictable_host_leaves = OrderedLeaves(self._copies)
@@ -97,12 +88,6 @@ class HostedTreeCore(KvTreeCore):
         super()._unevict_node_on_insert(node, *args, **kwargs)
         self._came_to_device([node])
 
-    def match_prefix(self, params: Any) -> Any:
-        result = super().match_prefix(params)
-        if self._loads and params.req is not None and self._is_loading(result.last_device_node):
-            self._awaits_load = True
-        return result
-
     def commit_backup(self, node_id: int, host_indices: Any, comp_xfers: Any) -> None:
         super().commit_backup(node_id, host_indices, comp_xfers)
         self.transferred["to_host"] += len(host_indices)
@@ -115,46 +100,6 @@ class HostedTreeCore(KvTreeCore):
         self.transferred["to_device"] += len(device_indices)
         self._came_to_device([self.nodes[loaded] for loaded in kv_xfer.nodes_to_load or ()])
         return result
-
-    # --- Loading ahead ---
-
-    def make_room(self, num_tokens: int) -> bool:
-        """Whether that many tokens can be evicted without waiting for their copies. If not, the
-        copies are begun."""
-        if self.is_write_back and not self.num_writing and self._uncopied(num_tokens):
-            self.write_ahead(num_tokens)
-        return not self.num_writing
-
-    def restore(self, req: Any) -> int | None:
-        """Begin to load what a waiting request has in host memory. Returns its last node, for
-        `is_restoring`; None: it cannot be loaded now."""
-        cache = self._cache
-        if cache.cache_controller.load_queue or not cache.has_free_load_back_slot():
-            return None
-        found = cache.match_prefix(MatchPrefixParams(key=port.lookup_key(req)))
-        node_id: int = found.best_match_node
-        if not found.host_hit_length or not cache.load_back(node_id):
-            return None
-        self._loads[node_id] = (cache.cache_controller.start_loading(), found.device_prefix_len)
-        return node_id
-
-    def is_restoring(self, node_id: int) -> bool:
-        """Whether a load that ends with this node is under way."""
-        return node_id in self._cache.ongoing_load_back
-
-    def _is_loading(self, node_id: int) -> bool:
-        """Whether a part of the path to a node is still being loaded ahead."""
-        nodes = self.nodes
-        for anchor in [anchor for anchor in self._loads if not self.is_restoring(anchor)]:
-            del self._loads[anchor]
-        loading = {
-            node.node_id
-            for anchor, (_, start) in self._loads.items()
-            for node in nodes[anchor].upwards()
-            if node.start >= start
-        }
-        last = nodes.get(node_id)
-        return last is not None and any(node.node_id in loading for node in last.upwards())
 
     # --- Eviction from the device ---
 
@@ -284,18 +229,6 @@ class HostedTreeCore(KvTreeCore):
             check(write_back=write_back, finish_count=finish_count)
 
         cache.writing_check = writing_check
-        ready = cache.ready_to_load_host_cache
-
-        def ready_to_load_host_cache() -> int:
-            """The load that the batch waits for, layer by layer. Loads run one after the other, so
-            the latest stands for all."""
-            number: int = ready()
-            awaits, self._awaits_load = self._awaits_load, False
-            if number < 0 and awaits and self._loads:
-                number = list(self._loads.values())[-1][0]
-            return number
-
-        cache.ready_to_load_host_cache = ready_to_load_host_cache
         super().watch(cache, *args, **options)
         evict_for_alloc = cache.evict_for_alloc
 
@@ -318,24 +251,19 @@ class HostedTreeCore(KvTreeCore):
         """Begin to copy what is worth it of the next tokens to be evicted. O(nodes)."""
         if not self.is_write_back or num_tokens <= 0:
             return
-        for node, wanted in self._uncopied(num_tokens):
-            if node.rank is not None:
-                self._keep_head(node, wanted)
-            self._write(node, self._value_of_copy(node))
-        self._cache.flush_pending_backups()
-
-    def _uncopied(self, num_tokens: int) -> list[tuple[Any, int]]:
-        """Of the next tokens to be evicted, the nodes that are worth a copy and have none, each
-        with the number of tokens that it and the nodes behind it make up."""
-        found: list[tuple[Any, int]] = []
         assert self._leaves is not None
+        found: list[tuple[Any, int]] = []
         for node in itertools.islice(self._leaves.in_order(), _MAX_AHEAD):
             if not node.on_host and self.wants_copy(node, is_ahead=True):
                 found.append((node, num_tokens))
             num_tokens -= node.num_tokens
             if num_tokens <= 0:
                 break
-        return found
+        for node, wanted in found:
+            if node.rank is not None:
+                self._keep_head(node, wanted)
+            self._write(node, self._value_of_copy(node))
+        self._cache.flush_pending_backups()
 
     def write(self, node_id: int) -> None:
         """Begin to copy the nodes from this one up to the first that is locked or has a copy: they

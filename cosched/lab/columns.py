@@ -98,6 +98,7 @@ COLUMNS: Mapping[str, Column] = {
     "recomputed tokens": Column(
         of=lambda s: s.online.num_recomputed_tokens + s.offline.num_recomputed_tokens, digits=0
     ),
+    "iteration error %": Column(of=lambda s: s.iterations.prediction_error_ratio.mean, scale=100),
     "recomputed %": Column(of=_recomputed_ratio, scale=100),
     "planning %": Column(
         of=lambda s: ratio(s.host.planning_s.mean, s.iterations.duration_s.mean),

@@ -25,7 +25,7 @@ from cosched.lab.simulation.run import RunResult
 from cosched.lab.simulation.setting import title_of
 from cosched.lab.suite import Outcome, Row, as_arguments
 from cosched.lab.suite_file import (
-    Claim,
+    ReportedFigure,
     Keeps,
     Option,
     Options,
@@ -224,7 +224,7 @@ class Page:
             lines.append([claim.figure, claim.says, claim.reported, here or "not run"])
         return markdown_rows(["figure", "claim", "reported", "here, mean (range)"], lines)
 
-    def _claimed(self, suite: SuiteFile, claim: Claim) -> Iterator[float]:
+    def _claimed(self, suite: SuiteFile, claim: ReportedFigure) -> Iterator[float]:
         """The number that a claim is about, in each case."""
         for name in matching(claim.scenarios, suite.grid, kind="scenario") or suite.grid:
             for value, _ in suite.grid[name].cases():

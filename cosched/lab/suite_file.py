@@ -220,7 +220,7 @@ class SuiteTarget(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
         return f"`{self.setting}`: {mean}{self.column} {sign} {bound:g}{of}{self.keeps or ''}"
 
 
-class Claim(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+class ReportedFigure(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """What a paper reports: a column of `setting`, with `of` in relation to that setting's.
 
     scenarios  in which it is looked at, or patterns of their names; default: all
@@ -284,7 +284,7 @@ class SuiteFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     options: Options = {}
     generated: dict[str, str] = {}
     targets: tuple[SuiteTarget, ...] = ()
-    claims: tuple[Claim, ...] = ()
+    claims: tuple[ReportedFigure, ...] = ()
 
     def __post_init__(self) -> None:
         for machine in self.machines.values():

@@ -167,9 +167,6 @@ class HostMachine(Machine):
     def ahead(self):
         self.core.write_ahead(self.draw.randrange(1, 30))
 
-    def make_room(self):
-        self.core.make_room(self.draw.randrange(1, 30))
-
     def checkpoint(self):
         node_id = self.some_node()
         if node_id is not None:
@@ -220,7 +217,6 @@ HOST_OPERATIONS = {getattr(HostMachine, op.__name__): n for op, n in OPERATIONS.
     HostMachine.load: 4,
     HostMachine.finish: 6,
     HostMachine.ahead: 3,
-    HostMachine.make_room: 1,
     HostMachine.checkpoint: 2,
     HostMachine.peek: 2,
 }

@@ -6,10 +6,8 @@ import random
 import pytest
 from sglang.srt.mem_cache.l2_transfer import TransferCompletion
 
-from cosched.core.plan import SkipReason
-from cosched.engine.features.kv_on_host import KvOnHost
 from cosched.memory.occupancy import HostOccupancy
-from tests.engine.conftest import assert_drained, outputs, prompt, watch_plans
+from tests.engine.conftest import assert_drained, outputs, prompt
 
 HOST = {"switches": ["--enable-hierarchical-cache"], "hicache_size": 0}
 
@@ -90,20 +88,18 @@ def undisturbed():
 
 
 @pytest.mark.parametrize(
-    ("write", "page_size", "num_polls", "ratio", "is_ahead"),
+    ("write", "page_size", "num_polls", "ratio"),
     [
-        ("write_back", 16, 3, 1.5, True),
-        pytest.param("write_back", 1, 9, 1.5, True, marks=pytest.mark.long),
-        ("write_back", 1, 6, 0.4, False),
-        ("write_through", 1, 2, 1.5, True),
-        ("write_through_selective", 16, 0, 0.4, False),
+        ("write_back", 16, 3, 1.5),
+        pytest.param("write_back", 1, 9, 1.5, marks=pytest.mark.long),
+        ("write_back", 1, 6, 0.4),
+        ("write_through", 1, 2, 1.5),
+        ("write_through_selective", 16, 0, 0.4),
     ],
 )
 def test_tokens_are_the_same_with_host_memory(
-    make_engine, monkeypatch, undisturbed, write, page_size, num_polls, ratio, is_ahead
+    make_engine, undisturbed, write, page_size, num_polls, ratio
 ):
-    if is_ahead:
-        monkeypatch.setattr("cosched.engine.features.kv_on_host._MIN_LOAD_S", 0.0)
     if not undisturbed:
         undisturbed |= serve(make_engine(policy="hygen", overlap=True, max_total_tokens=4000))
     engine = make_engine(
@@ -159,40 +155,6 @@ def test_a_context_on_the_host_is_loaded_and_not_computed(make_engine):
     engine.run_until_idle()
     assert engine.scheduler.cosched.kv.core.transferred["to_device"] > 200
     assert counters.online_prefill_tokens - before < 50
-    assert_drained(engine)
-
-
-def test_a_long_load_ends_before_its_request_is_admitted(make_engine, monkeypatch):
-    """Other requests run meanwhile."""
-    monkeypatch.setattr("cosched.engine.features.kv_on_host._MIN_LOAD_S", 0.0)
-    engine = with_host(make_engine)
-    scheduler = engine.scheduler
-    LateTransfers(engine, 4)
-    engine.submit("first", prompt(1, 300), max_new_tokens=2)
-    engine.run_until_idle()
-    overflow(engine, "other", 500, seed=2)
-    kv = scheduler.cosched.features[KvOnHost]
-    waits, decoded, reasons = [], [], set()
-
-    def note(iteration):
-        if kv._restoring:
-            reasons.add(iteration.plan.skipped.get("second"))
-
-    watch_plans(engine, after=note)
-
-    def watch(iteration):
-        if iteration == 3:
-            engine.submit("second", prompt(1, 300) + prompt(3, 40), max_new_tokens=2)
-        if any(request.rid == "second" for request in scheduler.cosched.waiting.online):
-            waits.append(bool(kv._restoring))
-            decoded.append(len(engine.replies["beside"].output_ids))
-
-    engine.submit("beside", prompt(5, 20), max_new_tokens=30)
-    engine.run_until_idle(on_iteration=watch)
-    assert waits.count(True) >= 3
-    assert decoded[-1] - decoded[0] >= 3
-    assert reasons == {SkipReason.RESTORING}
-    assert not kv._restoring
     assert_drained(engine)
 
 
