@@ -9,8 +9,8 @@ import pytest
 from cosched.core.request import RequestClass
 from cosched_traces.catalogue import WORKLOADS, load_workload
 from cosched_traces.docs import PATH, with_tables
-from cosched_traces.errors import WorkloadError
-from cosched_traces.formats import FORMATS, read_trace
+from cosched_traces.errors import RowError, WorkloadError
+from cosched_traces.formats import FORMATS, SERVEGEN_REPLY_TOKENS, read_trace
 from cosched_traces.trace_summary import shared_ratio
 from tests.traces.conftest import ROOT
 from tests.traces.samples import (
@@ -147,16 +147,45 @@ SAMPLES = {
     ),
     "servegen-batch": ('{"request_id": 0, "type": "text", "input_length": 5, "output_length": 6}',)
     * 2,
+    "servegen-prompts": (
+        '{"request_id": 0, "type": "text", "input_length": 5, "hash_ids": [7], "img_ids": []}',
+    )
+    * 2,
 }
 
 
 @pytest.mark.parametrize("name", sorted(FORMATS))
 def test_a_format_shows_in_the_first_line(tmp_path, name):
     path = write(tmp_path / "trace.gz", *SAMPLES[name])
-    assert lengths_of(read_trace(path)) == [(5, 6)] * 2
+    lengths = [(5, SERVEGEN_REPLY_TOKENS if name == "servegen-prompts" else 6)] * 2
+    assert lengths_of(read_trace(path)) == lengths
     loaded = load_workload(str(path), seed=0, request_class=OFFLINE)
-    assert lengths_of(loaded) == [(5, 6)] * 2
+    assert lengths_of(loaded) == lengths
     assert rids_of(loaded) == ["trace-0", "trace-1"]
+
+
+def test_prompts_of_servegen_share_blocks_of_16_tokens(tmp_path):
+    rows = ('{"request_id": 0, "input_length": 40, "hash_ids": [1, 2, 3]}',)
+    rows += ('{"request_id": 1, "input_length": 34, "hash_ids": [1, 2, 4]}',)
+    one, other = read_trace(write(tmp_path / "t.jsonl", *rows)).requests
+    assert [segment.num_tokens for segment in one.segments] == [16, 16, 8]
+    assert one.segments[:2] == other.segments[:2] and one.segments[2] != other.segments[2]
+    bad = write(tmp_path / "b.jsonl", '{"request_id": 0, "input_length": 40, "hash_ids": [1]}')
+    with pytest.raises(RowError, match="blocks of 16 tokens make 3"):
+        read_trace(bad)
+
+
+def test_workloads_of_inference_perf_have_its_statistics():
+    chat = load_workload("interactive-chat", seed=0, num_sessions=40, duration_s=600)
+    jobs = [load_workload(f"batch-{n}", seed=0) for n in ("summarization", "synthetic-data")]
+    means = [
+        [sum(pair) / len(pair) for pair in zip(*lengths_of(made), strict=True)]
+        for made in (chat, *jobs)
+    ]
+    published = [[4000, 300], [15_500, 500], [2500, 4250]]
+    assert means == [pytest.approx(mean, rel=0.1) for mean in published]
+    heads = {request.segments[0] for made in jobs for request in made.requests}
+    assert sorted(head.num_tokens for head in heads) == [500, 2000]
 
 
 def test_other_files_are_refused_with_what_is_known(tmp_path):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cosched.core.request import RequestClass
 from cosched.errors import choices
-from cosched_traces import builders
+from cosched_traces import builders, inference_perf
 from cosched_traces.builders import DURATION_S, Asked, Build
 from cosched_traces.errors import WorkloadError
 from cosched_traces.files import first_line
@@ -226,6 +226,25 @@ WORKLOADS = {
         80,
         builders.loogle(num_documents=145, num_questions=1101, max_output_tokens=80),
         "LooGLE long-dependency QA: 145 documents, 7.6 questions each, shuffled",
+    ),
+    "interactive-chat": NamedWorkload(
+        (ONLINE,),
+        1000,
+        builders.sessions(inference_perf.chat),
+        "inference-perf's chat: 4 turns, 45 s between them, prompts of 4,000 tokens",
+        in_sessions=True,
+    ),
+    "batch-summarization": NamedWorkload(
+        (OFFLINE,),
+        2000,
+        inference_perf.batch_of(inference_perf.summarization),
+        "inference-perf's summaries: prompts of 15,000 tokens in two modes, replies of 500",
+    ),
+    "batch-synthetic-data": NamedWorkload(
+        (OFFLINE,),
+        8000,
+        inference_perf.batch_of(inference_perf.synthetic_data),
+        "inference-perf's synthetic data: a head of 2,000 tokens, replies of 4,000",
     ),
 }
 

@@ -18,16 +18,21 @@ from cosched_traces.seeds import key_base
 from cosched_traces.workload import Segment, TraceRequest, Workload
 
 MOONCAKE_BLOCK_TOKENS = 512
+SERVEGEN_BLOCK_TOKENS = 16
+SERVEGEN_REPLY_TOKENS = 128
+"""Of the jobs that ServeGen publishes without output lengths; an assumption."""
 
 
 class Row(NamedTuple):
-    """`time_s` counts from the zero of the format; `ids`: hashes of the blocks of the prompt."""
+    """`time_s` counts from the zero of the format; `ids`: hashes of the blocks of the prompt, of
+    `block` tokens each."""
 
     line: int
     time_s: float
     num_prompt_tokens: int
     num_output_tokens: int
     ids: Ids = ()
+    block: int = MOONCAKE_BLOCK_TOKENS
 
 
 def _wall_clock_s(text: str) -> float:
@@ -65,15 +70,19 @@ def _mooncake_rows(path: Path) -> Iterator[Row]:
     """Timestamps in ms. An id stands for one block of 512 tokens and all tokens before it; the last
     block of a prompt is mostly shorter."""
     for line, one in json_lines(path, _Mooncake):
-        expected = -(-one.input_length // MOONCAKE_BLOCK_TOKENS)
-        if len(one.hash_ids) != expected:
-            reason = (
-                f"{len(one.hash_ids)} hash_ids for {one.input_length} tokens; blocks of "
-                f"{MOONCAKE_BLOCK_TOKENS} tokens make {expected}"
-            )
-            raise RowError(path, line, reason)
-        time_s = one.timestamp / 1000
-        yield Row(line, time_s, one.input_length, one.output_length, one.hash_ids)
+        row = Row(line, one.timestamp / 1000, one.input_length, one.output_length, one.hash_ids)
+        yield _with_all_blocks(path, row)
+
+
+def _with_all_blocks(path: Path, row: Row) -> Row:
+    expected = -(-row.num_prompt_tokens // row.block)
+    if len(row.ids) != expected:
+        reason = (
+            f"{len(row.ids)} hash_ids for {row.num_prompt_tokens} tokens; blocks of {row.block} "
+            f"tokens make {expected}"
+        )
+        raise RowError(path, row.line, reason)
+    return row
 
 
 class _ServegenJob(msgspec.Struct):
@@ -84,6 +93,26 @@ class _ServegenJob(msgspec.Struct):
 def _servegen_rows(path: Path) -> Iterator[Row]:
     for line, job in json_lines(path, _ServegenJob):
         yield Row(line, 0.0, job.input_length, job.output_length)
+
+
+class _ServegenPrompt(msgspec.Struct):
+    input_length: int
+    hash_ids: Ids
+
+
+def _servegen_prompt_rows(path: Path) -> Iterator[Row]:
+    """A prompt has one id for each block of 16 tokens; the last one may be shorter. Tokens of
+    images count as tokens."""
+    for line, one in json_lines(path, _ServegenPrompt):
+        row = Row(
+            line,
+            0.0,
+            one.input_length,
+            SERVEGEN_REPLY_TOKENS,
+            one.hash_ids,
+            SERVEGEN_BLOCK_TOKENS,
+        )
+        yield _with_all_blocks(path, row)
 
 
 # In the order of detection: files with arrivals have the columns of lengths, too.
@@ -122,6 +151,14 @@ FORMATS = {
         marks=('"request_id"', '"input_length"', '"output_length"'),
         description="ServeGen's offline jobs with output lengths (JSONL)",
         read=_servegen_rows,
+    ),
+    "servegen-prompts": Format(
+        marks=('"request_id"', '"input_length"', '"hash_ids"'),
+        description=(
+            f"ServeGen's offline jobs with shared prefixes; replies of {SERVEGEN_REPLY_TOKENS}"
+            " tokens (JSONL)"
+        ),
+        read=_servegen_prompt_rows,
     ),
 }
 
@@ -186,9 +223,9 @@ def _segments(row: Row, own_key: int, shared: int) -> tuple[Segment, ...]:
     if not row.ids:
         return (Segment(own_key, row.num_prompt_tokens),)
     *full, last = row.ids
-    num_last_tokens = row.num_prompt_tokens - len(full) * MOONCAKE_BLOCK_TOKENS
+    num_last_tokens = row.num_prompt_tokens - len(full) * row.block
     return (
-        *(Segment(shared + block, MOONCAKE_BLOCK_TOKENS) for block in full),
+        *(Segment(shared + block, row.block) for block in full),
         Segment(shared + last, num_last_tokens),
     )
 

@@ -105,10 +105,14 @@ class LogNormal:
 
     @property
     def median(self) -> float:
-        """Of the truncated distribution, by bisection."""
+        """Of the truncated distribution."""
+        return self.at(0.5)
+
+    def at(self, probability: float) -> float:
+        """Quantile of the truncated distribution, by bisection."""
         a, b = self._standard(self.low), self._standard(self.high)
-        half = _mass(a, b) / 2
-        z = _bisect(lambda z: _mass(a, z) - half, a, b)
+        below = _mass(a, b) * probability
+        z = _bisect(lambda z: _mass(a, z) - below, a, b)
         return math.exp(self.mu + self.sigma * z)
 
     def sample(self, rng: np.random.Generator, size: int) -> Tokens:
