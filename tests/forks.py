@@ -31,6 +31,7 @@ import sqlalchemy
 from cosched_patches.internals import INTERNALS, check_internals
 
 check_internals(INTERNALS)  # keeps what it reads in SGLang's code
+import cosched.lab.local_engine, cosched.serve, cosched_patches.seams  # no effects, some seconds
 gc.collect()
 gc.freeze()  # otherwise each child looks through all of it when it ends
 gc.enable()

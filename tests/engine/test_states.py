@@ -49,8 +49,8 @@ OTHERS = {
         "num_experts": None,
         "num_key_value_heads": 4,
         "linear_attn_config": {
-            "kda_layers": [1, 2, 3],
-            "full_attn_layers": [4],
+            "kda_layers": [1],
+            "full_attn_layers": [2],
             "num_heads": 4,
             "head_dim": 16,
             "short_conv_kernel_size": 4,
@@ -59,7 +59,7 @@ OTHERS = {
     "short convolutions": {
         "model_type": "lfm2",
         "architectures": ["Lfm2ForCausalLM"],
-        "full_attn_idxs": [1, 3],
+        "full_attn_idxs": [1],
         "conv_L_cache": 3,
         "block_ff_dim": 64,
     },

@@ -29,7 +29,7 @@ NUM_REQUESTS = int(os.environ.get("COSCHED_WINDOW_REQUESTS", "14"))
 TIGHT = {"max_total_tokens": 3200, "swa_full_tokens_ratio": 0.1, "max_running_requests": 6}
 """320 tokens in the pool of windows: less than six requests can hold."""
 
-LAYERS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+LAYERS = {"layer_types": ["sliding_attention", "full_attention"]}
 SINKS = {
     "model_type": "gpt_oss",
     "architectures": ["GptOssForCausalLM"],
@@ -54,7 +54,7 @@ MIMO = {
     "architectures": ["MiMoV2FlashForCausalLM"],
     "sliding_window": 32,
     "sliding_window_size": 32,
-    "hybrid_layer_pattern": [1, 0, 1, 0],
+    "hybrid_layer_pattern": [1, 0],
     "swa_num_attention_heads": 4,
     "swa_num_key_value_heads": 2,
     "swa_head_dim": 16,
@@ -66,7 +66,7 @@ MIMO = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
     "partial_rotary_factor": 0.5,
     "n_routed_experts": 4,
-    "moe_layer_freq": [0, 1, 1, 1],
+    "moe_layer_freq": [0, 1],
     "attention_bias": False,
     "n_group": 1,
     "topk_group": 1,

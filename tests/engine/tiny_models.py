@@ -7,7 +7,7 @@ SIZES = {
     "intermediate_size": 64,
     "moe_intermediate_size": 32,
     "num_attention_heads": 4,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "num_key_value_heads": 2,
     "head_dim": 16,
     "num_experts": 4,
@@ -17,13 +17,13 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-DENSE = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 2}
+DENSE = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
 MIXTURE = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
 WINDOWS = {
     "model_type": "mellum",
     "architectures": ["MellumForCausalLM"],
     "sliding_window": 32,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "layer_types": ["sliding_attention", "full_attention"],
 }
 LATENT = {
     "model_type": "deepseek_v3",
