@@ -1,4 +1,13 @@
-"""Fixtures shared by all tests."""
+"""Fixtures shared by all tests. What a test may run on, the cheapest first:
+
+* `tests.factories`: requests and views by hand, for policies, pool and ledger
+* `tests.simulated`: small simulated runs, and their plans
+* `tests.batch.stand_in`: the API of batches over an engine that answers as the test says
+* `tests.fake_server`: an HTTP server that misbehaves, for clients
+* `make_engine` (tests/engine/conftest.py): SGLang's scheduler with a tiny model in this process
+* `tests.soak`: random traffic of all kinds on such a scheduler, with checks in each iteration
+* `forks`, `servers`: processes that have imported SGLang, and servers that tests share
+"""
 
 from __future__ import annotations
 

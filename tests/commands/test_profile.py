@@ -20,9 +20,8 @@ from cosched.lab.simulation.run import execute
 from cosched.lab.simulation.setting import setting_of
 from cosched.predict.fitted import PREDICTORS, fit_predictor
 from cosched.predict.profile_file import Profile
-from tests.in_process import stay_in_process
-from tests.lab.simulation.specs import make_spec
 from tests.predict.batches import scheduler_batches
+from tests.simulated import make_spec, stay_in_process
 
 MACHINE = ("--cost-model", "roofline", "--gpu", "H100")
 FEW_TOKENS = ("--max-context", "4096", "--max-running-requests", "64")

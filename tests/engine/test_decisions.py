@@ -2,6 +2,7 @@
 the log, never the server."""
 
 import json
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -21,7 +22,7 @@ from cosched.simulate import main as simulate
 from tests.engine.conftest import assert_drained, prompt
 from tests.factories import FakeView, decoding, offline, online
 from tests.recorded import Recorder, batch_of
-from tests.small_runs import spec_of
+from tests.simulated import busy_spec
 
 
 def entries_of(path):
@@ -45,12 +46,16 @@ def overlap(request):
 def recorded(overlap, tmp_path_factory):
     """(result, log) of a run on the virtual engine."""
     path = tmp_path_factory.mktemp("log") / "decisions.jsonl"
-    return execute(spec_of("hygen", overlap=overlap), decision_log=path), path
+    return execute(short_spec(overlap), decision_log=path), path
+
+
+def short_spec(overlap):
+    return replace(busy_spec("hygen", overlap=overlap), duration_s=3.0)
 
 
 def test_the_log_changes_no_result(recorded, overlap):
     logged, _ = recorded
-    silent = execute(spec_of("hygen", overlap=overlap))
+    silent = execute(short_spec(overlap))
     assert [record_line(r) for r in logged.records] == [record_line(r) for r in silent.records]
     assert logged.to_dict() == silent.to_dict()
 

@@ -149,7 +149,12 @@ class Crowded:
 
 @pytest.mark.parametrize(
     ("name", "overlap", "page_size"),
-    [("bros", True, 1), ("bros", False, 16), ("bros-nobi", False, 1), ("bros-nobi", True, 16)],
+    [
+        ("bros", True, 1),
+        ("bros-nobi", False, 16),
+        pytest.param("bros", False, 16, marks=pytest.mark.long),
+        pytest.param("bros-nobi", True, 1, marks=pytest.mark.long),
+    ],
 )
 def test_forced_exchange_of_bros_changes_no_token(make_engine, overlap, page_size, name):
     flags = {"overlap": overlap, "page_size": page_size, "chunked_prefill_size": 256}
@@ -293,7 +298,12 @@ class Promising:
 
 @pytest.mark.parametrize(
     ("overlap", "mixed", "page_size"),
-    [(False, True, 1), (True, False, 1), (False, False, 16), (True, True, 16)],  # every pair
+    [
+        (True, False, 1),
+        (False, True, 16),
+        pytest.param(False, True, 1, marks=pytest.mark.long),
+        pytest.param(True, False, 16, marks=pytest.mark.long),
+    ],
 )
 def test_the_engine_admits_what_fits_beside_promises(make_engine, overlap, mixed, page_size):
     engine = without_model(

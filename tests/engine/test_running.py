@@ -1,4 +1,4 @@
-"""What is kept of those that run from plan to plan; in a scheduler: test_no_leaks.py."""
+"""What is kept of those that run from plan to plan; in a scheduler: the soak."""
 
 import weakref
 from array import array

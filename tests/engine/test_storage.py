@@ -43,7 +43,7 @@ def asked(monkeypatch):
 
 def let_threads_work(iteration):
     """An engine that waits for the storage would take the processor from its threads."""
-    time.sleep(0.001)
+    time.sleep(0.01)
 
 
 def submit(engine):

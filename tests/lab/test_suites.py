@@ -17,7 +17,7 @@ from cosched.lab.metrics.summary import summarize
 from cosched.lab.page import Key, Page, cells_of, read_page
 from cosched.lab.suite import rows_of
 from cosched.lab.suite_file import read_suite, suite_names
-from tests.in_process import stay_in_process
+from tests.simulated import stay_in_process
 
 QUICK = Path(__file__).parents[2] / "docs" / "results" / "quick.md"
 

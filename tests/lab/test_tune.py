@@ -20,7 +20,7 @@ from cosched.lab.simulation.setting import setting_of
 from cosched.lab.simulation.sweep import LEAST_GAIN, TOLERANCE, best_of, sweep
 from cosched.lab.tune import KNOBS
 from cosched.schedule.base import Budgets
-from tests.lab.simulation.specs import make_spec
+from tests.simulated import make_spec, stay_in_process
 
 SPEC = RunSpec(setting=setting_of("cosched"), machine=Machine(chunk_tokens=2048))
 
@@ -100,20 +100,8 @@ def arguments(folder, *more, knobs="chunk_tokens"):
 
 @pytest.fixture
 def ran(monkeypatch):
-    """Specifications that were run, in this process."""
-    done = []
-
-    def execute_all(specs, *, num_jobs, store):
-        for index, spec in enumerate(specs):
-            result = store.get(spec)
-            if result is None:
-                done.append(spec)
-                result = execute(spec)
-                store.put(result)
-            yield index, result
-
-    monkeypatch.setattr(tune, "execute_all", execute_all)
-    return done
+    """Specifications that were run."""
+    return stay_in_process(monkeypatch)
 
 
 def test_a_small_workload(ran, tmp_path, capsys):

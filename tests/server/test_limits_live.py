@@ -39,24 +39,28 @@ def server(tiny_model, forks, tmp_path_factory):
         yield server
 
 
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:
+        yield client
+
+
 @pytest.fixture(autouse=True)
-def probes(server):
+def probes(client):
     """A chat again and again while a test runs: each is answered, and soon."""
     done = threading.Event()
     taken_s = []
 
     def probe():
-        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:
-            while not taken_s or not done.wait(0.02):
-                started_s = time.monotonic()
-                messages = [{"role": "user", "content": f"hello {len(taken_s)}"}]
-                client.chat.completions.create(
-                    model="default",
-                    messages=messages,
-                    max_tokens=3,
-                    extra_body={"ignore_eos": True},
-                )
-                taken_s.append(time.monotonic() - started_s)
+        while not taken_s or not done.wait(0.05):
+            started_s = time.monotonic()
+            client.chat.completions.create(
+                model="default",
+                messages=[{"role": "user", "content": f"hello {len(taken_s)}"}],
+                max_tokens=3,
+                extra_body={"ignore_eos": True},
+            )
+            taken_s.append(time.monotonic() - started_s)
 
     thread = threading.Thread(target=probe)
     thread.start()

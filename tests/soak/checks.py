@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from cosched.core.request import RequestClass
+from cosched.core.view import Decodes
+from cosched.engine.running import own_tokens
 from cosched.engine.waiting import WaitingQueue
 from cosched.lab.local_engine import Reply
 from cosched.pool.prefix_pool import PrefixPool
 from cosched.wire import class_of_priority
+from tests.engine.conftest import view_now
+from tests.factories import outlook_of, progress_of
 from tests.pool.integrity import check_pool
 from tests.soak.engine import SoakEngine
 from tests.soak.traffic import Ask
 
-DEEP_EVERY = 50
-"""Iterations between two checks that walk everything."""
+DEEP_EVERY, VIEW_EVERY = 50, 7
+"""Iterations between two checks that walk everything, and that compute a view anew."""
 PATIENCE = 200
 """Iterations that a request may make no progress though it could."""
 LOST = 6
@@ -71,6 +76,8 @@ class Checks:
         self._check_progress(asks, waiting, running)
         if self._count % DEEP_EVERY == 0:
             self._check_queues(waiting)
+        if self._count % VIEW_EVERY == 0 and self._engine.controller is not None:
+            check_view(view_now(self._scheduler), asks)
 
     def ended(self, ask: Ask, reply: Reply) -> None:
         """A request ended: it got what it asked for."""
@@ -243,6 +250,28 @@ class Checks:
                 raise SoakFailure("queues", f"{rid} waits in the queue of the other class")
         if isinstance(queue.offline, PrefixPool):
             check_pool(queue.offline)
+
+
+def check_view(view: Any, rids: Iterable[str]) -> None:
+    """What is kept from plan to plan equals what is computed from each request."""
+    kept, asked = view.outlook(), outlook_of(view)
+    assert kept.held.tolist() == asked.held
+    kept_ends, asked_ends = (
+        [[n for n in of if n > 0] or [1] for of in zip(*ends, strict=True)]
+        for ends in (kept.ends.tolist(), asked.ends)
+    )
+    assert kept_ends == asked_ends
+    assert view.progress() == progress_of(view)
+    running = {request.rid: request for request in view.running}
+    assert view.running_named({*rids, *running, "unknown"}) == running
+    own = own_tokens([*view.running, *view.unfinished])
+    assert (view.kv.online, view.kv.offline) == tuple(own[c] for c in RequestClass)
+    for request_class in RequestClass:
+        requests = [r for r in view.running if r.request_class is request_class]
+        pairs = zip(view.running_of(request_class), Decodes.of(requests), strict=True)
+        assert all([*kept] == [*asked] for kept, asked in pairs)
+        longest = max((view.length(r).upper for r in requests), default=0)
+        assert view.longest_left(request_class) == longest
 
 
 def _to_come(req: Any) -> int:

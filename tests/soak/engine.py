@@ -36,6 +36,7 @@ from cosched.lab.local_engine import LocalEngine, Reply, lengths_of, made_up
 from cosched.lab.simulation.clock import VirtualClock
 from cosched.policies import policy_entry
 from tests import adapters
+from tests.engine.conftest import FLAGS
 from tests.soak.spec import SoakSpec
 from tests.soak.traffic import Ask, Command
 
@@ -246,19 +247,16 @@ def _made_up(batch: Any) -> Any:
 
 
 def _flags(spec: SoakSpec) -> list[str]:
-    values = {
-        "model-path": ensure_demo_model(size="tiny", dtype="float32"),
-        "device": "cpu",
-        "attention-backend": "torch_native",
-        "dtype": "float32",
-        "log-level": "critical",
-        "max-total-tokens": spec.capacity,
-        "max-running-requests": spec.slots,
-        "chunked-prefill-size": max(spec.chunk // spec.page_size, 1) * spec.page_size,
-        "page-size": spec.page_size,
-        "schedule-conservativeness": spec.conservativeness,
+    values = FLAGS | {
+        "--model-path": ensure_demo_model(size="tiny", dtype="float32"),
+        "--log-level": "critical",
+        "--max-total-tokens": spec.capacity,
+        "--max-running-requests": spec.slots,
+        "--chunked-prefill-size": max(spec.chunk // spec.page_size, 1) * spec.page_size,
+        "--page-size": spec.page_size,
+        "--schedule-conservativeness": spec.conservativeness,
     }
-    flags = [text for name, value in values.items() for text in (f"--{name}", str(value))]
+    flags = [str(text) for pair in values.items() for text in pair]
     needed = policy_entry(spec.policy).arguments()
     flags += [text for flag, texts in needed.items() if "mixed" not in flag for text in texts]
     flags += ["--enable-mixed-chunk"] if spec.mixed else []

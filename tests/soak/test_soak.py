@@ -39,6 +39,9 @@ def all_asks(spec, episode=0) -> dict[str, Ask]:
     "changes",
     [
         {"compute": True},
+        # Sessions, conversations, jobs, clients that come back, and the cache flushed.
+        {"episodes": (47,), "conservativeness": 0.3},
+        {"episodes": (47, 51), "conservativeness": 0.3, "page_size": 16, "overlap": False},
         {"policy": "sarathi", "overlap": False, "mixed": False},
         {"policy": "echo-bs+e+s", "conservativeness": 0.3},
         {"policy": "sglang", "page_size": 16},
@@ -55,6 +58,8 @@ def test_a_short_soak_goes_well(changes):
     sent = counts["sent online"] + counts["sent offline"]
     assert sent == sum(count for name, count in counts.items() if name.startswith("ended by"))
     assert sent > 20 and counts["iterations"] > 50
+    if "episodes" in changes:
+        assert counts.get("preemptions"), counts
 
 
 def test_equal_specifications_run_alike():

@@ -20,7 +20,7 @@ from cosched.lab.simulation.requests import offline_client
 from cosched.lab.simulation.run import engine_flags, execute, execute_requests, load_requests
 from cosched.lab.simulation.run_spec import WorkloadSpec
 from cosched_traces.catalogue import load_workload
-from tests.lab.simulation.specs import make_spec, offline, online
+from tests.simulated import make_spec, offline, online
 from tests.traces.samples import request
 
 SESSIONS = make_spec(

@@ -11,7 +11,7 @@ from cosched.errors import ConfigError
 from cosched.lab.simulation import run as run_module
 from cosched.lab.simulation.host_time import Model, Terms, read_host_time
 from cosched.lab.simulation.run import execute
-from tests.lab.simulation.specs import lengths, make_spec
+from tests.simulated import lengths, make_spec, requests_file
 
 
 @pytest.fixture
@@ -50,7 +50,8 @@ def gaps_of(result):
 @pytest.mark.parametrize("name", ["s1", "sarathi"])
 def test_the_device_is_idle_for_what_it_does_not_hide_of_the_host_time(costs, name, tmp_path):
     """One job with one running request: decodes one after the other."""
-    spec = make_spec(name, online=None, offline=lengths(tmp_path / "one.csv", []))
+    one = requests_file(tmp_path / "one.csv", [(0, 400, 200)])
+    spec = make_spec(name, online=None, offline=one)
     costs(0.001, 0.001)
     gaps_s, decode_s = gaps_of(execute(spec))
     assert len(gaps_s) > 100 and decode_s.min() > 0.002
@@ -66,9 +67,8 @@ def test_the_device_is_idle_for_what_it_does_not_hide_of_the_host_time(costs, na
 
 @pytest.mark.parametrize("name", [pytest.param("s1", marks=pytest.mark.long), "hygen"])
 def test_a_slower_host_never_ends_a_job_earlier(name, tmp_path):
-    spec = make_spec(
-        name, online=None, offline=lengths(tmp_path / "job.csv", [60] * 12), duration_s=60.0
-    )
+    job = requests_file(tmp_path / "job.csv", [(i, 400, 60) for i in range(12)])
+    spec = make_spec(name, online=None, offline=job, duration_s=60.0)
     ends_s = [execute(replace(spec, host_time=text)).end_s for text in ("0.01", "8", "100")]
     assert ends_s == sorted(ends_s) and ends_s[-1] > 1.5 * ends_s[0]
 
@@ -77,7 +77,8 @@ def test_measured_host_time_is_that_of_plans_and_not_of_the_simulation(monkeypat
     from cosched.engine.controller import Controller
     from cosched.lab.simulation.virtual import VirtualEngine
 
-    spec = make_spec("sarathi", online=None, offline=lengths(tmp_path / "one.csv", []))
+    one = requests_file(tmp_path / "one.csv", [(0, 400, 100)])
+    spec = make_spec("sarathi", online=None, offline=one)
     spec = replace(spec, duration_s=1000.0, host_time="measured")
     num_slept = Counter()
 
@@ -87,7 +88,7 @@ def test_measured_host_time_is_that_of_plans_and_not_of_the_simulation(monkeypat
         def sleep_and_call(*args, **kwargs):
             num_slept[method] += 1
             if num_slept[method] <= 10:
-                time.sleep(0.3)
+                time.sleep(0.1)
             return original(*args, **kwargs)
 
         monkeypatch.setattr(owner, method, sleep_and_call)
@@ -99,10 +100,10 @@ def test_measured_host_time_is_that_of_plans_and_not_of_the_simulation(monkeypat
     wall_s = time.perf_counter() - began_s
     sleeps(Controller, "plan")
     ends_s.append(execute(spec).end_s)
-    assert wall_s > 20 * 0.3 and num_slept["plan"] > 10
-    # Of each sleep of 0.3 s some milliseconds are hidden.
-    assert ends_s[0] < execute(replace(spec, host_time="none")).end_s + wall_s - 19 * 0.3
-    assert ends_s[1] > 9 * 0.28 + execute(replace(spec, host_time="0.01")).end_s
+    assert wall_s > 20 * 0.1 and num_slept["plan"] > 10
+    # Of each sleep of 0.1 s some milliseconds are hidden.
+    assert ends_s[0] < execute(replace(spec, host_time="none")).end_s + wall_s - 19 * 0.1
+    assert ends_s[1] > 9 * 0.08 + execute(replace(spec, host_time="0.01")).end_s
 
 
 def test_the_lead_of_a_wait_for_the_last_moment_follows_the_host_time(costs, monkeypatch, tmp_path):
@@ -111,7 +112,8 @@ def test_the_lead_of_a_wait_for_the_last_moment_follows_the_host_time(costs, mon
     leads_s = []
     for seconds in (0.001, 0.006):
         costs(seconds, 0.0005)
-        spec = make_spec("hygen", online=None, offline=lengths(tmp_path / "one.csv", [900] * 5))
+        job = requests_file(tmp_path / "job.csv", [(i, 400, 500) for i in range(6)])
+        spec = make_spec("hygen", online=None, offline=job)
         state = execute(replace(spec, duration_s=20.0)).cosched
         assert state["num_waits"] > 400 and state["num_dry"] < 0.05 * state["num_waits"]
         leads_s.append(state["lead_s"])

@@ -19,7 +19,7 @@ from cosched.predict.calibration import Calibrator
 from cosched.predict.isolated import IsolatedBaseline
 from cosched.predict.tolerance import ToleranceConfig
 from tests.factories import Linear
-from tests.lab.simulation.specs import make_spec
+from tests.simulated import make_spec
 
 EXACT = Linear(fixed_s=0.01, token_s=3e-5, longest_s=1e-7)
 CAPPED = {

@@ -18,8 +18,7 @@ from cosched.lab.simulation.setting import setting_of, with_eviction
 from cosched.lab.simulation.virtual_host import VirtualTransfers
 from cosched.policies import EVICTION_NAMES
 from cosched.simulate import main
-from tests.lab.simulation.specs import bytes_of, make_spec
-from tests.small_runs import watch_plans
+from tests.simulated import bytes_of, make_spec, watch_plans
 from tests.traces.samples import request
 
 # -- the log of uses ------------------------------------------------------------------------------

@@ -16,9 +16,15 @@ from cosched.policies import POLICIES
 from cosched.predict.calibration import Calibrator
 from cosched_traces.workload import Segment, TraceRequest
 from tests.batch.replay import errors
-from tests.lab.simulation.specs import ROOFLINE, make_spec, offline, requests_file
 from tests.schedule.limits import decoding_in, has_offline_work, offline_limit_s, seconds_of
-from tests.small_runs import plans_asked_twice, spec_of
+from tests.simulated import (
+    ROOFLINE,
+    busy_spec,
+    make_spec,
+    offline,
+    plans_asked_twice,
+    requests_file,
+)
 
 # -- a policy is a function of what it is given ---------------------------------------------------
 
@@ -58,7 +64,7 @@ OVERLOADED = {"online": WorkloadSpec(name="azure-like", rate=25.0), "duration_s"
 def test_a_policy_asked_twice_about_one_view_plans_the_same(
     monkeypatch, policy, overlap, changes, happens
 ):
-    plans = plans_asked_twice(replace(spec_of(policy, overlap=overlap), **changes), monkeypatch)
+    plans = plans_asked_twice(replace(busy_spec(policy, overlap=overlap), **changes), monkeypatch)
     assert len(plans) > 50 and any(map(happens, plans))
 
 

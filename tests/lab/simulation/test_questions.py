@@ -31,8 +31,7 @@ from cosched.lab.simulation.search import (
 )
 from cosched_traces.workload import TraceRequest
 from tests.batch.api import line
-from tests.in_process import stay_in_process
-from tests.lab.simulation.specs import make_spec
+from tests.simulated import fork_here, make_spec, stay_in_process
 
 AT_ONCE = st.integers(1, 4)
 
@@ -218,7 +217,14 @@ def write(path, num, *, max_tokens=8):
     return path
 
 
-def test_an_estimate_says_when_the_file_is_finished_and_how_often_it_is_not(tmp_path, capsys):
+@pytest.mark.parametrize("forked", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_an_estimate_says_when_the_file_is_finished_and_how_often_it_is_not(
+    tmp_path, capsys, monkeypatch, forked
+):
+    """forked: not by the fork server, which imports SGLang first."""
+    if forked:
+        fork_here(monkeypatch)
+
     def ask(path, *options):
         common = ("--trace", "azure-like", "--cost-model", "roofline", "--rate", "0.3", "--quiet")
         machine = ("--kv-tokens", "20000", "--max-running-requests", "32")

@@ -5,7 +5,7 @@ import pytest
 from cosched.errors import CoschedError
 from cosched.lab.simulation.parallel import execute_all
 from cosched.lab.simulation.run_spec import WorkloadSpec
-from tests.lab.simulation.specs import make_spec, offline, online
+from tests.simulated import make_spec, offline, online
 
 
 def run(name, **machine):

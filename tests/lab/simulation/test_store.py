@@ -16,7 +16,7 @@ from cosched.lab.simulation.result_store import ResultStore
 from cosched.lab.simulation.run import execute
 from cosched.lab.simulation.run_spec import WorkloadSpec
 from cosched.lab.simulation.setting import setting_of
-from tests.lab.simulation.specs import make_spec
+from tests.simulated import make_spec
 
 SPEC = make_spec(
     "s1",

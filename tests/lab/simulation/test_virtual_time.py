@@ -15,7 +15,7 @@ from cosched.lab.simulation.machine import Machine
 from cosched.lab.simulation.run import execute, load_requests
 from cosched.lab.simulation.run_spec import RunSpec, WorkloadSpec
 from cosched.lab.simulation.setting import setting_of
-from tests.lab.simulation.specs import bytes_of, lengths, make_spec, offline, online
+from tests.simulated import bytes_of, lengths, make_spec, offline, online
 
 
 def documents(count):

@@ -8,7 +8,7 @@ from cosched.core.batch import BatchShape, Prefill
 from cosched.engine import port
 from cosched.lab.simulation.run import execute
 from cosched.lab.simulation.windows import seen_through
-from tests.small_runs import spec_of, watch_plans
+from tests.simulated import busy_spec, watch_plans
 
 
 def test_half_of_a_context_ends_after_the_window():
@@ -31,7 +31,7 @@ def test_a_small_pool_of_windows_is_never_overdrawn(policy, monkeypatch):
         assert pool.reserved == sum(reserves)
 
     watch_plans(monkeypatch, look)
-    spec = spec_of(policy, overlap=True)
+    spec = busy_spec(policy, overlap=True)
     machine = replace(spec.machine, window_tokens=64, window_kv_tokens=3000)
     result = execute(replace(spec, machine=machine))
     state = result.cosched
