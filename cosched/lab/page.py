@@ -25,11 +25,11 @@ from cosched.lab.simulation.run import RunResult
 from cosched.lab.simulation.setting import title_of
 from cosched.lab.suite import Outcome, Row, as_arguments
 from cosched.lab.suite_file import (
-    ReportedFigure,
     Keeps,
     Option,
     Options,
     Ratio,
+    ReportedFigure,
     SuiteFile,
     SuiteTarget,
     matching,
