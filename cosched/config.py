@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -96,16 +97,21 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class SharedPrefixConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The attention backend ``cosched_shared_prefix`` (docs/architecture.md).
+    """Attention that reads a shared prefix once for all requests of a batch (docs/architecture.md).
 
-    inner             SGLang's attention backend for batches that share nothing; absent: fa3 on
-                      Hopper, flashinfer on Ampere and Ada, triton on other GPUs
+    mode              auto: where SGLang's attention backend is one beside which the kernels were
+                      measured (triton), on a GPU; on: a server that cannot have it does not start;
+                      off: SGLang's attention alone
+    inner             with ``--attention-backend cosched_shared_prefix``, SGLang's attention backend
+                      for batches that share nothing; absent: fa3 on Hopper, flashinfer on Ampere
+                      and Ada, triton on other GPUs
     min_saved_tokens  share a batch if that saves so many reads of KV tokens in an iteration;
                       absent: by a model of the device
     device_model      file with that model, ``picker.json`` of ``scripts/gpu_profile``; absent: an
                       H200 that was measured
     """
 
+    mode: Literal["off", "auto", "on"] = "auto"
     inner: str | None = None
     min_saved_tokens: int | None = None
     device_model: str | None = None
@@ -180,8 +186,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     drain_s            after SIGTERM, most seconds that online requests under way may take; offline
                        requests are aborted at once (503)
     batches            OpenAI's Files and Batches on the server itself (docs/api.md)
-    shared_prefix      the attention backend ``cosched_shared_prefix``, where
-                       ``--attention-backend`` names it (docs/architecture.md)
+    shared_prefix      attention that reads a shared prefix once for all requests of a batch
+                       (docs/architecture.md)
 
     latency_budget_ms, budgets and latency_model are read by policies with a latency budget; those
     with a token budget ignore them.

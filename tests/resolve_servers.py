@@ -38,6 +38,7 @@ def answer(files, flags, config=None, environment=None):
 
     from cosched.config import Config
     from cosched.engine.options import ServerFlags
+    from cosched.engine.prefix_sharing import why_not_shared
     from cosched.engine.support import resolved_arguments, support
     from cosched.errors import ConfigError
 
@@ -58,6 +59,7 @@ def answer(files, flags, config=None, environment=None):
     return found._asdict() | {
         "verdict": found.verdict(),
         "mixes": resolved_arguments(server_args).enable_mixed_chunk,
+        "why_not_shared": why_not_shared(resolved_arguments(server_args), settings),
         "said": [line for line in said.getvalue().splitlines() if line.startswith("cosched:")],
     }
 

@@ -21,7 +21,7 @@ from cosched.engine.intake import Arrivals, Intake
 from cosched.engine.observe import IterationObserver
 from cosched.engine.offline_gate import OfflineGate
 from cosched.engine.planner import Planner
-from cosched.engine.port.attention import prefills_wait
+from cosched.engine.port.attention import describe_sharing, prefills_wait
 from cosched.engine.port.grammar_compilers import take_compilers
 from cosched.engine.rank_agreement import Group, Microbatches
 from cosched.engine.ranks import Ranks
@@ -59,6 +59,8 @@ def attach(scheduler: Any, config: Config) -> None:
     scheduler.cosched_offline = OfflineGate(scheduler, max_waiting=config.max_offline_waiting)
     port.leave_a_page(scheduler)
     take_compilers(scheduler, num_schedulers=port.num_local_schedulers(scheduler))
+    if port.parallel().plans:
+        logger.info("cosched: %s", describe_sharing(scheduler.server_args))
     if entry.make is None:
         return
     port.mix_only_decodes(scheduler)

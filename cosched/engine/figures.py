@@ -171,6 +171,11 @@ FIGURES = (
          "budget_used_s"),
     Figure(Metric("prediction_error_ratio", _H,
                 "Relative error of the predicted time of an iteration.", buckets=_ERROR)),
+    # Attention.
+    _row(_C, "shared_prefix_iterations", "Iterations whose attention read shared prefixes once.",
+         "shared_prefix.num_iterations"),
+    _row(_C, "shared_prefix_decodes", "Decodes in these iterations.",
+         "shared_prefix.num_decodes"),
     # The pool.
     Figure(Metric("pool_requests", _G,
                 "Waiting offline requests by shortest prompt length of their bucket.",

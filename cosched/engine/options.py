@@ -6,14 +6,14 @@ import os
 import re
 import sys
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from cyclopts import Parameter
 
 from cosched.batch.config import BatchesConfig
 from cosched.cli import Words, explained_by, new_app
-from cosched.config import ENV_VAR, Config, SloConfig, load_config
+from cosched.config import ENV_VAR, Config, SharedPrefixConfig, SloConfig, load_config
 from cosched.engine.arguments import (
     bind_cpu_threads,
     check_flags,
@@ -33,7 +33,7 @@ Name = Annotated[str | None, Parameter(metavar="NAME")]
 File = Annotated[str | None, Parameter(metavar="FILE")]
 
 
-@explained_by(Config, SloConfig, BatchesConfig)
+@explained_by(Config, SloConfig, BatchesConfig, SharedPrefixConfig)
 @dataclass(kw_only=True)
 class ServeOptions:
     """None: the environment decides, or else the default."""
@@ -69,6 +69,10 @@ class ServeOptions:
     max_offline_waiting: Annotated[int | None, Parameter(name="--cosched-max-offline-waiting")] = (
         None
     )
+    mode: Annotated[
+        Literal["off", "auto", "on"] | None,
+        Parameter(name="--cosched-shared-prefix", show_default=SharedPrefixConfig().mode),
+    ] = None
     folder: Annotated[
         str | None,
         Parameter(
@@ -144,11 +148,17 @@ def config_from(options: ServeOptions) -> Config:
         given["claims"] = read_claims(given["claims"], source="--cosched-claims")
     if "tolerance" in given:
         given["tolerance"] = parse_tolerance(given["tolerance"])
-    for key, struct in (("slo", SloConfig), ("kv", KvConfig), ("batches", BatchesConfig)):
+    parts: dict[str, type[msgspec.Struct]] = {
+        "slo": SloConfig,
+        "kv": KvConfig,
+        "batches": BatchesConfig,
+        "shared_prefix": SharedPrefixConfig,
+    }
+    for key, struct in parts.items():
         try:
             given[key] = msgspec.structs.replace(getattr(base, key), **_given(struct, options))
         except ValueError as error:
-            raise ConfigError(f"--cosched-{key}: {error}") from None
+            raise ConfigError(f"--cosched-{key.replace('_', '-')}: {error}") from None
     try:
         return msgspec.structs.replace(base, **given)
     except ValueError as error:

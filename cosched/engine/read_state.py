@@ -17,6 +17,7 @@ from cosched.engine.features.isolated_watch import IsolatedWatch
 from cosched.engine.features.log_decisions import LogDecisions
 from cosched.engine.features.offline_work import OfflineWork
 from cosched.engine.features.plan_timing import PlanTiming
+from cosched.engine.features.shared_reads import SharedReads
 from cosched.engine.state import OfflineProgress, PlanningTimes, ReplicaState, TierState
 from cosched.engine.tracked import TrackedRequest
 from cosched.pool.tenants import TenantPool
@@ -41,6 +42,7 @@ def state_of(controller: Controller) -> ReplicaState:
     aborted = served.aborted + controller.waiting.aborted
     cancelled = served.cancelled + controller.waiting.cancelled
     timing, alone = features.get(PlanTiming), features.get(IsolatedWatch)
+    shared = features.get(SharedReads)
     work, decisions = features.get(OfflineWork), features.get(LogDecisions)
     online, offline = (
         served.by_class[kind].to_dict(f"{kind.value}_")
@@ -98,6 +100,7 @@ def state_of(controller: Controller) -> ReplicaState:
         offline_limits=controller.waiting.offline_limits,
         pool=pool.stats() if isinstance(pool, TenantPool) else None,
         kv=None if controller.kv is None else controller.kv.occupancy(),
+        shared_prefix=None if shared is None else shared.state(),
         alone=None if alone is None else alone.state(),
         chat=chat_state(controller),
         tiers=_tiers(controller, running),

@@ -14,6 +14,7 @@ from cosched.core.view import OfflineLimits
 from cosched.engine import port
 from cosched.engine.chat_load import ChatState
 from cosched.engine.features.isolated_watch import IsolatedState
+from cosched.engine.features.shared_reads import SharingState
 from cosched.engine.iteration import Iteration
 from cosched.engine.tracked import TrackedRequest
 from cosched.memory.occupancy import KvOccupancy
@@ -131,6 +132,7 @@ class ReplicaState(msgspec.Struct, kw_only=True, frozen=True):
     skipped          why waiting requests were left out of the latest plan -> number
     pool             None: offline requests wait in the order of arrival
     kv               None: the engine's own order of eviction holds
+    shared_prefix    None: attention reads a shared prefix as often as requests share it
     chat             None: too little is known of online requests or of iteration times
     tiers            of online requests by name, the highest first; empty without tiers
     logs_off         logs that were switched off because a line could not be written
@@ -179,6 +181,7 @@ class ReplicaState(msgspec.Struct, kw_only=True, frozen=True):
     pool: PoolStats | None
     kv: KvOccupancy | None
     logs_off: tuple[str, ...]
+    shared_prefix: SharingState | None = None
     alone: IsolatedState | None = None
     chat: ChatState | None = None
     tiers: dict[str, TierState] = {}

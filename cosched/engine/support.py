@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from cosched.batch.config import BatchesConfig
 from cosched.config import Config
+from cosched.engine.prefix_sharing import why_sharing_is_refused
 from cosched.errors import ConfigError, choices
 from cosched.memory.config import ENGINE_ORDERS
 from cosched.policies import POLICIES, policy_entry
@@ -102,6 +103,7 @@ def support(server_args: Any, config: Config) -> Support:
         refused=(
             *(_refused(server_args, resolved, config) if plans else ()),
             *_refused_batches(resolved, config),
+            *filter(None, (why_sharing_is_refused(resolved, config),)),
         ),
         without=(
             *(_without_kv_order(resolved, config) if plans else ()),

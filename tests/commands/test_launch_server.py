@@ -12,7 +12,7 @@ import pytest
 from cosched import bootstrap, serve
 from cosched.batch.open_store import lock_file
 from cosched.cli import parse
-from cosched.config import ENV_VAR, Config
+from cosched.config import ENV_VAR, Config, parse_config
 from cosched.engine import arguments as engine_side
 from cosched.engine import options
 from cosched.engine.options import ServeOptions
@@ -51,6 +51,15 @@ def test_keys_may_come_from_files_and_the_environment(tmp_path):
     ):
         with pytest.raises(ConfigError, match=reason):
             engine_side.key_arguments(argv, environ)
+
+
+def test_shared_prefixes_are_off_on_or_left_to_the_server():
+    assert config_from().shared_prefix.mode == "auto"
+    assert config_from("--cosched-shared-prefix", "on").shared_prefix.mode == "on"
+    with pytest.raises(ConfigError, match=r"--cosched-shared-prefix.*'off', 'auto', or 'on'"):
+        config_from("--cosched-shared-prefix", "always")
+    with pytest.raises(ConfigError, match="Invalid enum value 'always'"):
+        parse_config('{"shared_prefix": {"mode": "always"}}', source="a test")
 
 
 def test_flags_win_over_the_environment_and_that_over_defaults(monkeypatch):

@@ -84,8 +84,8 @@ def test_the_log_says_what_schedules(make_engine):
     config = {"slo": {"ttft_ms": 300, "tpot_ms": 40}, "latency_budget_ms": 25}
     with mock.patch.object(attach.logger, "info") as info:  # SGLang replaces logging's handlers
         make_engine(policy="hygen", config=config)
-    (call,) = info.call_args_list
-    line = call.args[0] % call.args[1:]
+    attention, line = (call.args[0] % call.args[1:] for call in info.call_args_list)
+    assert attention == "cosched: shared-prefix attention off: there is no GPU"
     for fact in (
         "policy hygen",
         "TTFT 300 ms, TPOT 40 ms",

@@ -366,7 +366,8 @@ def test_no_plan_waits_for_metrics(make_engine, monkeypatch):
 
 
 def test_each_figure_is_in_the_state(make_engine):
-    config = {"tiers": [{"name": "high", "priority": 1}, {"name": "low", "priority": 0}]}
+    tiers = [{"name": "high", "priority": 1}, {"name": "low", "priority": 0}]
+    config = {"tiers": tiers, "shared_prefix": {"mode": "on"}}
     state = state_of(make_engine(policy="cosched", config=config).scheduler.cosched).to_dict()
     known = dict.fromkeys(("pool", "chat", "alone"))
     for metric, paths, _ in FIGURES:

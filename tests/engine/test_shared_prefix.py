@@ -13,11 +13,14 @@ from sglang.srt.model_executor.runner import decode_cuda_graph_runner
 from sglang.srt.model_executor.runner_utils import capture_mode
 
 import cosched.bootstrap  # noqa: F401  # before sglang
+from cosched.engine.port import extend_attention
+from cosched.engine.port.attention import describe_sharing
+from cosched.engine.prefix_sharing import NAME
+from cosched.engine.read_state import state_of
 from cosched.errors import ConfigError
 from cosched_kernels.picker import DeviceModel, write_model
 from tests.engine.conftest import FLAGS, OFFLINE, assert_drained, outputs, prompt
 
-NAME = "cosched_shared_prefix"
 SWITCHES = ("--enable-mixed-chunk", "--disable-overlap-schedule")
 
 
@@ -70,14 +73,43 @@ def test_tokens_of_prefills_decodes_and_mixed_batches(make_engine, page_size, ov
     _, expected = run(make_engine, "torch_native", questions, **options)
     engine, found = run(make_engine, NAME, questions, **options)
     assert found == expected
-    assert shared_of(engine).num_shared_batches > 5
+    assert shared_of(engine).runs.num_iterations > 5
+
+
+def test_a_backend_of_sglangs_is_extended_where_that_is_asked(make_engine):
+    """And it is counted. On a CPU nobody gains from it: there `auto` is off."""
+    least = {"min_saved_tokens": 1}
+    lines, replies = {}, {}
+    for mode in ("auto", "off", "on"):
+        engine = make_engine(config={"shared_prefix": {"mode": mode} | least}, overlap=True)
+        questions(engine)
+        lines[mode] = describe_sharing(engine.scheduler.server_args)
+        replies[mode], state = outputs(engine), state_of(engine.scheduler.cosched)
+        assert (state.shared_prefix is not None) == engine.scheduler.cosched.caps.shared_prefix
+        assert (state.shared_prefix is not None) == (mode == "on")
+        assert_drained(engine)
+    assert replies["on"] == replies["off"] == replies["auto"]
+    assert state.shared_prefix.num_iterations > 5
+    assert state.shared_prefix.num_decodes > 2 * state.shared_prefix.num_iterations
+    assert lines["auto"] == "shared-prefix attention off: there is no GPU"
+    assert lines["off"] == "shared-prefix attention off: --cosched-shared-prefix off"
+    assert lines["on"].startswith("shared-prefix attention on, beside torch_native")
+
+
+def test_a_model_that_cannot_share_is_refused_only_where_it_must(make_engine, monkeypatch):
+    monkeypatch.setattr(extend_attention, "_MAX_HEAD_DIM", 8)
+    why = "heads have 64 numbers in keys, 64 in values"
+    with pytest.raises(ConfigError, match=f"--cosched-shared-prefix on is not possible: {why}"):
+        make_engine(config={"shared_prefix": {"mode": "on"}})
+    engine = make_engine(attention_backend=NAME)
+    assert describe_sharing(engine.scheduler.server_args) == f"shared-prefix attention off: {why}"
 
 
 def test_without_a_radix_tree_nothing_is_shared(make_engine):
     engine, found = run(
         make_engine, NAME, questions, policy="sglang", switches=("--disable-radix-cache",)
     )
-    assert shared_of(engine).num_shared_batches == 0
+    assert shared_of(engine).runs.num_iterations == 0
     assert all(found.values())
 
 
@@ -107,7 +139,7 @@ def test_decodes_of_a_mixed_batch_are_packed_though_nothing_is_shared(make_engin
 
     shared._make_plan = noted
     assert chats(engine) == expected
-    assert shared.num_shared_batches == len(plans) > 1
+    assert shared.runs.num_iterations == len(plans) > 1
     for num_groups, num_queries in plans:
         assert num_groups == 0 and num_queries[0] == 1 < num_queries[-1]
 
@@ -162,7 +194,7 @@ def test_an_error_in_planning_does_not_end_the_server(make_engine, monkeypatch):
     monkeypatch.setattr(shared, "_groups", broken)
     questions(engine)
     assert outputs(engine) == expected
-    assert shared.num_shared_batches == 0
+    assert shared.runs.num_iterations == 0
 
 
 def test_the_inner_backend_computes_layers_that_the_kernels_do_not_support(make_engine):

@@ -2,6 +2,7 @@
 
 import pytest
 
+from cosched.engine.prefix_sharing import NOT_SHARED_WITH
 from cosched.engine.support import REFUSED_ARGUMENTS
 from tests.resolve_servers import resolve_servers
 
@@ -75,6 +76,11 @@ CASES = {
     "triton for decodes": (QWEN3, FOR_DECODES, {}),
     "triton, mixed by the user": (QWEN3, [*TRITON, *MIXED], {}),
     "triton, stock": (QWEN3, TRITON, {"policy": "sglang"}),
+    "triton, deterministic": (QWEN3, [*TRITON, "--enable-deterministic-inference"], {}),
+    "triton, shared": (QWEN3, TRITON, {"shared_prefix": {"mode": "on"}}),
+    "fa3, shared": (QWEN3, [], {"shared_prefix": {"mode": "on"}}),
+    "fa4, shared": (QWEN3, ["--attention-backend", "fa4"], {"shared_prefix": {"mode": "on"}}),
+    "stock, shared": (QWEN3, TRITON, {"policy": "sglang", "shared_prefix": {"mode": "on"}}),
     "host memory": (QWEN3, HOST, {}),
     "host memory, two ranks": (QWEN3, [*HOST, "--tp", "2"], {}),
     "host memory, two ranks, write back": (
@@ -190,6 +196,28 @@ def test_prefills_and_decodes_take_turns_where_mixed_batches_are_slow(answers, n
     assert said is None or said in lines[0]
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("triton", None),
+        ("triton, shared", None),
+        ("fa3, shared", None),
+        ("stock, shared", None),
+        ("plain", "not measured beside attention backend fa3; --cosched-shared-prefix on takes it"),
+        ("triton for prefills", "prefills have attention backend triton, decodes fa3"),
+        ("triton, stock", "policy sglang is SGLang as it is"),
+        ("triton, deterministic", "--enable-deterministic-inference: what a request shares"),
+        ("fa4, shared", "attention backend fa4 cannot be extended; choose from fa3, flashinfer"),
+    ],
+)
+def test_where_attention_reads_a_shared_prefix_once(answers, name, reason):
+    found = answers[name]["why_not_shared"]
+    assert found == reason if reason is None else reason in found
+    is_refused = reason is not None and name.endswith(", shared")
+    refused = answers[name]["refused"]
+    assert (len(refused) == 1 and reason in refused[0]) if is_refused else not refused
+
+
 def test_nobody_is_asked_to_drop_a_flag_that_the_model_set(answers):
     (reason,) = answers["a model's flag"]["refused"]
     assert "disable-radix-cache" in reason and "the model or another flag sets it" in reason
@@ -224,5 +252,5 @@ def test_every_refused_flag_is_a_server_argument_of_sglang():
     from sglang.srt.server_args import ServerArgs
 
     fields = {field for cls in ServerArgs.__mro__ for field in getattr(cls, "__annotations__", {})}
-    for name, *_ in REFUSED_ARGUMENTS:
+    for name, *_ in (*REFUSED_ARGUMENTS, *NOT_SHARED_WITH):
         assert name in fields or hasattr(ServerArgs, name), name

@@ -5,10 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from cosched.core.request import Request
 from cosched.engine.feature import Feature
 from cosched.engine.port.prefixes import RunningPrefixes
+from cosched.engine.port.read_once import shared_runs
 from cosched.engine.tracked import TrackedRequest
+
+
+class SharingState(msgspec.Struct, kw_only=True, frozen=True):
+    """What ran with shared prefixes since the start: iterations, and decodes in them."""
+
+    num_iterations: int = 0
+    num_decodes: int = 0
 
 
 class SharedReads(Feature):
@@ -23,6 +33,13 @@ class SharedReads(Feature):
     def of(cls, controller: Any) -> SharedReads | None:
         is_wanted = controller.caps.shared_prefix
         return cls(RunningPrefixes.of(controller.scheduler)) if is_wanted else None
+
+    def state(self) -> SharingState:
+        """All zero where the attention is modelled."""
+        runs = shared_runs()
+        if runs is None:
+            return SharingState()
+        return SharingState(num_iterations=runs.num_iterations, num_decodes=runs.num_decodes)
 
     def on_finished(self, request: TrackedRequest) -> None:
         self.prefixes.forget(request.req)

@@ -1,11 +1,14 @@
-"""Registers the attention backend ``cosched_shared_prefix`` with SGLang.
+"""Attention that reads a shared prefix once, in SGLang's registry of attention backends: as a
+backend of its own name, ``cosched_shared_prefix``, and in place of those that it can extend.
 
-The backend and its kernels (`cosched.engine.port.shared_prefix`) are imported when it is built, so
-that other backends pay nothing for it.
+`cosched.engine.port.extend_attention` and the kernels are imported when a backend is extended, so
+that other backends pay nothing for them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from sglang.srt.arg_groups import choices
@@ -15,7 +18,9 @@ from sglang.srt.layers.attention.attention_registry import (
     register_attention_backend,
 )
 
-from cosched.engine.port.read_once import NAME
+from cosched.config import load_config
+from cosched.engine.port.read_once import note_none, shared_runs, why_none
+from cosched.engine.prefix_sharing import EXTENDED, NAME, why_not_shared
 
 
 def prefills_wait(scheduler: Any) -> bool:
@@ -26,13 +31,42 @@ def prefills_wait(scheduler: Any) -> bool:
 
 
 def register() -> None:
-    """Add the backend to ``--attention-backend``. Idempotent."""
-    if NAME not in ATTENTION_BACKENDS:
-        choices.add_attention_backend_choices([NAME])
-        register_attention_backend(NAME)(_create)
+    """Add the backend to ``--attention-backend``, and have those that it can extend ask for it.
+    Idempotent."""
+    if NAME in ATTENTION_BACKENDS:
+        return
+    choices.add_attention_backend_choices([NAME])
+    register_attention_backend(NAME)(_create)
+    for name in EXTENDED:
+        register_attention_backend(name)(partial(_extended, name, ATTENTION_BACKENDS[name]))
+
+
+def describe_sharing(server_args: Any) -> str:
+    """One line of what was built: whether attention reads a shared prefix once, and why not."""
+    runs = shared_runs()
+    if runs is not None:
+        return f"shared-prefix attention on, beside {runs.beside}, where the batch gains from it"
+    config = load_config()
+    assert config is not None
+    reason = why_none() or why_not_shared(resolving_view(server_args), config)
+    return f"shared-prefix attention off: {reason}"
 
 
 def _create(runner: Any) -> Any:
-    from cosched.engine.port.shared_prefix import create
+    from cosched.engine.port.extend_attention import create
 
     return create(runner)
+
+
+def _extended(name: str, stock: Callable[[Any], Any], runner: Any) -> Any:
+    """SGLang's backend, extended where the configuration says so."""
+    backend, config = stock(runner), load_config()
+    used = {runner.prefill_attention_backend_str, runner.decode_attention_backend_str}
+    if config is None or runner.is_draft_worker or used != {name}:
+        return backend  # not the only one of the model: nothing is shared, or `_create` extends it
+    note_none()
+    if why_not_shared(resolving_view(runner.server_args), config) is not None:
+        return backend
+    from cosched.engine.port.extend_attention import extended
+
+    return extended(backend, runner, config, inner=name)

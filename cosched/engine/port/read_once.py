@@ -1,5 +1,5 @@
-"""What the engine and the attention backend ``cosched_shared_prefix``, which reads a shared prefix
-once for all its requests, know of each other. Imports nothing of SGLang.
+"""What the engine and attention that reads a shared prefix once for all its requests know of each
+other. Imports nothing of SGLang.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-NAME = "cosched_shared_prefix"
-
 
 @dataclass(slots=True, eq=False)
 class Launch:
@@ -20,8 +18,32 @@ class Launch:
     batch: Any
 
 
+@dataclass(slots=True, kw_only=True)
+class SharedRuns:
+    """What ran with shared prefixes since the start.
+
+    beside          the attention backend of all else
+    num_iterations  iterations
+    num_decodes     decodes in them
+    latest          the last one
+    """
+
+    beside: str
+    num_iterations: int = 0
+    num_decodes: int = 0
+    latest: Launch | None = None
+
+    def count(self, launch: Launch, *, num_decodes: int) -> None:
+        """The layers of this run share. May be said twice of one."""
+        if launch is not self.latest:
+            self.latest = launch
+            self.num_iterations += 1
+            self.num_decodes += num_decodes
+
+
 _launched: Launch | None = None
 _newest: weakref.ref[Any] | None = None
+_why_not: str | None = None
 _is_assumed = False
 
 
@@ -43,8 +65,26 @@ def launched() -> Launch | None:
 
 def note_newest(shared: Any) -> None:
     """The `SharedPrefixes` of the model runner that is being built."""
-    global _newest
-    _newest = weakref.ref(shared)
+    global _newest, _why_not
+    _newest, _why_not = weakref.ref(shared), None
+
+
+def note_none(why: str | None = None) -> None:
+    """The model runner that is being built has none. why: what its model or KV memory lacks."""
+    global _newest, _why_not
+    _newest, _why_not = None, why
+
+
+def why_none() -> str | None:
+    """What the newest model runner lacks for it."""
+    return _why_not
+
+
+def shared_runs() -> SharedRuns | None:
+    """Of this process; None: its attention shares nothing."""
+    shared = None if _newest is None else _newest()
+    runs: SharedRuns | None = None if shared is None else shared.runs
+    return runs
 
 
 def reads_once() -> bool:

@@ -1,36 +1,37 @@
-"""The attention backend ``cosched_shared_prefix``: an inner backend, with kernels for batches whose
-requests share KV.
+"""The batches of a model runner whose requests share KV: groups, plan, attention.
 
-It is an instance of the inner backend's class with a few overridden methods. A batch whose requests
-share enough KV is computed by `cosched_kernels`; the inner backend computes all others, and layers
-that those kernels do not support. Its metadata is always prepared, so that each layer has the
-choice.
+A batch whose requests share enough KV is computed by `cosched_kernels`; SGLang's attention backend,
+the *inner* one, computes all others, and layers that those kernels do not support
+(`cosched.engine.port.extend_attention`).
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.radix_attention import AttentionType
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.model_executor.runner_utils.capture_mode import get_capture_attention_variant
 
-from cosched.config import SharedPrefixConfig, load_config
+from cosched.config import SharedPrefixConfig
+from cosched.engine.port.batch import decodes_of
 from cosched.engine.port.prefixes import MIN_GROUP_TOKENS, RunningPrefixes
-from cosched.engine.port.read_once import NAME, Launch, launched, note_newest
+from cosched.engine.port.read_once import (
+    Launch,
+    SharedRuns,
+    launched,
+)
 from cosched.engine.port.scheduler import parallel
-from cosched.errors import ConfigError, choices
+from cosched.engine.prefix_sharing import NAME
 from cosched_kernels import reference, shared_prefix
 from cosched_kernels.buffers import FixedBuffers, PlanTensors, upload
 from cosched_kernels.groups import Groups, IntArray
 from cosched_kernels.interpret import is_interpreting
-from cosched_kernels.picker import DeviceModel, gain_s, read_model
+from cosched_kernels.picker import DeviceModel, gain_s
 from cosched_kernels.plan import HeadShape, Plan, Tiling, make_plan
 from cosched_kernels.shared_prefix import tiles_for
 
@@ -41,9 +42,6 @@ PLAIN, SHARED = "plain", "shared"
 
 _MAX_PIECE_BYTES = 256 << 20  # of memory for pieces; larger batches go to the inner backend
 _MAX_GROWTH = 64  # tokens by which requests may grow before a new plan is made
-_MAX_HEAD_DIM = 256
-_MAX_GROUP = 16  # query heads per KV head: the rows of the lowest tile
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class _Work(NamedTuple):
@@ -64,114 +62,9 @@ class _Made(NamedTuple):
     plan: Plan | None
 
 
-def create(runner: Any) -> Any:
-    """The backend for a model runner. ConfigError if the inner backend is unknown."""
-    config = load_config()
-    assert config is not None, "the plugin registers nothing without a configuration"
-    settings = config.shared_prefix
-    name = settings.inner or _default_inner(runner)
-    if name not in ATTENTION_BACKENDS or name == NAME:
-        known = [other for other in ATTENTION_BACKENDS if other != NAME]
-        raise ConfigError(f"unknown shared_prefix.inner {name!r}; choose from {choices(known)}")
-    inner = ATTENTION_BACKENDS[name](runner)
-    reason = _why_not(runner)
-    if reason is not None:
-        logger.warning("cosched: %s runs as %s: %s", NAME, name, reason)
-        return inner
-    shared = SharedPrefixes(
-        runner,
-        settings,
-        inner=name,
-        device_model=_device_model(runner, settings),
-        is_strict=config.strict,
-    )
-    note_newest(shared)
-    inner.__class__ = _class_before(type(inner), shared)
-    return inner
-
-
-def _default_inner(runner: Any) -> str:
-    """SGLang's choice for multi-head attention."""
-    if runner.device != "cuda":
-        return "torch_native"
-    major, _ = torch.cuda.get_device_capability()
-    if major == 9:
-        return "fa3"
-    return "flashinfer" if major == 8 else "triton"
-
-
-def _device_model(runner: Any, settings: SharedPrefixConfig) -> DeviceModel:
-    """Measured, or from data sheets. ConfigError if the file is of another device."""
-    if settings.device_model is None:
-        return DeviceModel()
-    name = torch.cuda.get_device_name() if runner.device == "cuda" else "CPU"
-    try:
-        return read_model(Path(settings.device_model), device_name=name)
-    except ValueError as error:
-        raise ConfigError(f"shared_prefix.device_model: {error}") from None
-
-
-def _why_not(runner: Any) -> str | None:
-    """Why this model cannot share prefixes; None: it can."""
-    model = runner.model_config
-    if runner.use_mla_backend:
-        return "the model has latent attention (MLA)"
-    if runner.sliding_window_size is not None:
-        return "the model has layers with a sliding window"
-    if model.is_encoder_decoder:
-        return "the model is an encoder and a decoder"
-    pool = runner.token_to_kv_pool
-    if type(pool) is not MHATokenToKVPool or getattr(pool, "is_quantized_kv_cache", False):
-        return f"KV memory is a {type(pool).__name__}"
-    if getattr(runner.kv_index_translator, "is_translating", False):
-        return "KV slots are translated"
-    keys, values = pool.get_kv_buffer(pool.start_layer)
-    head_dim, group = keys.shape[2], _num_q_heads(runner) // keys.shape[1]
-    if values.shape[2] != head_dim or head_dim > _MAX_HEAD_DIM:
-        return f"heads have {head_dim} numbers in keys, {values.shape[2]} in values"
-    if group > _MAX_GROUP:
-        return f"{group} query heads share a KV head, more than {_MAX_GROUP}"
-    if keys.dtype == torch.float8_e4m3fn and keys.is_cuda:
-        major, minor = torch.cuda.get_device_capability(keys.device)
-        if (major, minor) < (8, 9):
-            return f"compute capability {major}.{minor} has no float8 e4m3; take e5m2"
-    if runner.dtype not in _DTYPES:
-        return f"queries are {runner.dtype}"
-    return None
-
-
-def _num_q_heads(runner: Any) -> int:
+def num_q_heads(runner: Any) -> int:
     """On this device."""
     return int(runner.model_config.num_attention_heads) // parallel().tp_size
-
-
-def _class_before(kind: Any, shared: SharedPrefixes) -> type:
-    """A subclass of `kind` whose attention is computed by `shared` if it can."""
-
-    class SharedPrefixBackend(kind):  # type: ignore[misc]
-        cosched_shared = shared
-
-        def init_forward_metadata(self, forward_batch: Any) -> None:
-            super().init_forward_metadata(forward_batch)
-            shared.prepare(forward_batch)
-
-        def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-            super().init_cuda_graph_state(max_bs, max_num_tokens)
-            shared.begin_graphs(max_bs)
-
-        def init_forward_metadata_out_graph(
-            self, forward_batch: Any, in_capture: bool = False
-        ) -> None:
-            super().init_forward_metadata_out_graph(forward_batch, in_capture)
-            shared.load_for_graph(in_capture=in_capture)
-
-        def forward_decode(self, *args: Any, **kwargs: Any) -> Any:
-            return shared.forward(super().forward_decode, *args, **kwargs)
-
-        def forward_extend(self, *args: Any, **kwargs: Any) -> Any:
-            return shared.forward(super().forward_extend, *args, **kwargs)
-
-    return SharedPrefixBackend
 
 
 class SharedPrefixes:
@@ -204,8 +97,7 @@ class SharedPrefixes:
         self._planned: tuple[Launch, Plan | None] | None = None
         self._work: _Work | None = None
         self._fixed: FixedBuffers | None = None
-        self.num_shared_batches = 0
-        """Batches with a plan since the start."""
+        self.runs = SharedRuns(beside=inner)
         device = torch.device(runner.device)
         self._is_gpu = device.type == "cuda"
         self._num_sms = 8
@@ -217,7 +109,7 @@ class SharedPrefixes:
         self._device_model = device_model.beside(inner)
         keys = self._pool.get_key_buffer(self._pool.start_layer)
         self._heads = HeadShape(
-            num_q_heads=_num_q_heads(runner),
+            num_q_heads=num_q_heads(runner),
             num_kv_heads=keys.shape[1],
             head_dim=keys.shape[2],
             kv_bytes=keys.dtype.itemsize,
@@ -234,6 +126,7 @@ class SharedPrefixes:
         if plan is not None:
             launch = launched()
             assert launch is not None
+            self._count(launch)
             tensors = upload(
                 plan,
                 self._heads,
@@ -254,8 +147,13 @@ class SharedPrefixes:
         if self._planned is None or self._planned[0] is not launch:
             plan = None if self._is_off else self._plan_or_switch_off(launch.batch)
             self._planned = launch, plan
-            self.num_shared_batches += plan is not None
         return self._planned[1]
+
+    def _count(self, launch: Launch) -> None:
+        """Its layers run the plan."""
+        batch = launch.batch
+        decodes = batch.reqs if batch.forward_mode.is_decode() else decodes_of(batch)
+        self.runs.count(launch, num_decodes=len(decodes))
 
     def _plan_or_switch_off(self, batch: Any) -> Plan | None:
         """An error here switches sharing off and does not end the server."""
@@ -286,8 +184,12 @@ class SharedPrefixes:
     def select(self, forward_batch: Any) -> str:
         """The graph that runs a batch."""
         plan = self.plan_of(forward_batch)
-        fits = plan is not None and self._fixed is not None and self._fixed.fits(plan)
-        return SHARED if fits else PLAIN
+        if plan is None or self._fixed is None or not self._fixed.fits(plan):
+            return PLAIN
+        launch = launched()
+        assert launch is not None
+        self._count(launch)
+        return SHARED
 
     def load_for_graph(self, *, in_capture: bool) -> None:
         """The next graph is captured, or replayed with the plan of the launched batch."""
