@@ -105,6 +105,9 @@ class SharedPrefixConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     inner             with ``--attention-backend cosched_shared_prefix``, SGLang's attention backend
                       for batches that share nothing; absent: fa3 on Hopper, flashinfer on Ampere
                       and Ada, triton on other GPUs
+    kernels           what computes a shared batch: triton; cascade: FlashInfer's calls with merged
+                      states where a batch runs without a CUDA graph (not run on a GPU; on a CPU in
+                      PyTorch), triton elsewhere
     min_saved_tokens  share a batch if that saves so many reads of KV tokens in an iteration;
                       absent: by a model of the device
     device_model      file with that model, ``picker.json`` of ``scripts/gpu_profile``; absent: an
@@ -113,6 +116,7 @@ class SharedPrefixConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 
     mode: Literal["off", "auto", "on"] = "auto"
     inner: str | None = None
+    kernels: Literal["triton", "cascade"] = "triton"
     min_saved_tokens: int | None = None
     device_model: str | None = None
 

@@ -13,9 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from cosched_kernels.groups import Groups, IntArray
@@ -119,7 +120,7 @@ class Cascade:
         *,
         num_queries: IntArray,
         seq_lens: IntArray,
-        token_order: IntArray,
+        token_order: npt.NDArray[np.integer[Any]],
         req_to_token: torch.Tensor,
         pool_rows: torch.Tensor,
         heads: HeadShape,

@@ -43,9 +43,9 @@ def count_shared_once(sizes: tuple[int, int], checker: Any) -> tuple[int, int]:
 
 
 def add_graph_variants(stock: Any, hf_config: Any) -> Any:
-    """With the attention backend `cosched_shared_prefix` every size of decode batch is captured
-    twice: attention by the inner backend, and by the plan of shared prefixes. SGLang asks before
-    each replay which of the two it is."""
+    """With shared-prefix attention every size of decode batch is captured twice: attention by
+    SGLang's backend, and by the plan of shared prefixes. SGLang asks before each replay which of
+    the two it is."""
     return stock or graph_variants()
 
 

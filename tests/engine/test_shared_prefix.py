@@ -42,8 +42,8 @@ def shared_of(engine):
     return engine.scheduler.tp_worker.model_runner.attn_backend.cosched_shared
 
 
-def run(make_engine, attention, work, **options):
-    config = {"shared_prefix": {"min_saved_tokens": 1}}
+def run(make_engine, attention, work, *, kernels="triton", **options):
+    config = {"shared_prefix": {"min_saved_tokens": 1, "kernels": kernels}}
     engine = make_engine(attention_backend=attention, config=config, **options)
     if attention == NAME:
         check_groups(engine)
@@ -67,17 +67,21 @@ def check_groups(engine):
     shared._groups = checked
 
 
-@pytest.mark.parametrize(("page_size", "overlap"), [(1, True), (16, False)])
-def test_tokens_of_prefills_decodes_and_mixed_batches(make_engine, page_size, overlap):
+@pytest.mark.parametrize(
+    ("page_size", "overlap", "kernels"),
+    [(1, True, "triton"), (16, False, "triton"), (16, True, "cascade")],
+)
+def test_tokens_of_prefills_decodes_and_mixed_batches(make_engine, page_size, overlap, kernels):
     options = {"page_size": page_size, "overlap": overlap}
     _, expected = run(make_engine, "torch_native", questions, **options)
-    engine, found = run(make_engine, NAME, questions, **options)
+    engine, found = run(make_engine, NAME, questions, kernels=kernels, **options)
+    assert (shared_of(engine)._cascade is None) == (kernels == "triton")
     assert found == expected
     assert shared_of(engine).runs.num_iterations > 5
 
 
 def test_a_backend_of_sglangs_is_extended_where_that_is_asked(make_engine):
-    """And it is counted. On a CPU nobody gains from it: there `auto` is off."""
+    """And it is counted. On a CPU `auto` is off."""
     least = {"min_saved_tokens": 1}
     lines, replies = {}, {}
     for mode in ("auto", "off", "on"):

@@ -6,6 +6,7 @@ prepared, so that each layer has the choice.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,9 @@ def extended(backend: Any, runner: Any, config: Config, *, inner: str) -> Any:
             raise ConfigError(f"{FLAG} on is not possible: {reason}")
         note_none(reason)
         return backend
+    is_cascade = settings.kernels == "cascade" and runner.device == "cuda"
+    if is_cascade and find_spec("flashinfer") is None:
+        raise ConfigError("shared_prefix.kernels 'cascade' needs the package flashinfer-python")
     shared = SharedPrefixes(
         runner,
         settings,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +30,8 @@ from cosched.engine.port.scheduler import parallel
 from cosched.engine.prefix_sharing import NAME
 from cosched_kernels import reference, shared_prefix
 from cosched_kernels.buffers import FixedBuffers, PlanTensors, upload
+from cosched_kernels.cascade import Cascade, Prepare, plain_calls
+from cosched_kernels.flashinfer_calls import FlashInferCalls
 from cosched_kernels.groups import Groups, IntArray
 from cosched_kernels.interpret import is_interpreting
 from cosched_kernels.picker import DeviceModel, gain_s
@@ -49,8 +52,7 @@ class _Work(NamedTuple):
 
     launch: Launch
     num_tokens: int
-    tensors: PlanTensors
-    pool_rows: torch.Tensor
+    attend: Callable[..., None]
 
 
 class _Made(NamedTuple):
@@ -99,15 +101,18 @@ class SharedPrefixes:
         self._fixed: FixedBuffers | None = None
         self.runs = SharedRuns(beside=inner)
         device = torch.device(runner.device)
-        self._is_gpu = device.type == "cuda"
+        is_gpu = device.type == "cuda"
         self._num_sms = 8
-        if self._is_gpu:
+        if is_gpu:
             self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         # On a CPU, tests run the kernels in an interpreter: TRITON_INTERPRET=1.
-        runs_kernels = self._is_gpu or is_interpreting()
+        runs_kernels = is_gpu or is_interpreting()
         self._kernels: Any = shared_prefix if runs_kernels else reference
         self._device_model = device_model.beside(inner)
         keys = self._pool.get_key_buffer(self._pool.start_layer)
+        self._cascade: Prepare | None = None
+        if settings.kernels == "cascade" and keys.dtype == runner.dtype:
+            self._cascade = FlashInferCalls(device) if is_gpu else plain_calls
         self._heads = HeadShape(
             num_q_heads=num_q_heads(runner),
             num_kv_heads=keys.shape[1],
@@ -127,6 +132,12 @@ class SharedPrefixes:
             launch = launched()
             assert launch is not None
             self._count(launch)
+            attend = self._attention_of(plan, launch.batch, forward_batch.req_pool_indices)
+            self._work = _Work(launch, plan.num_tokens, attend)
+
+    def _attention_of(self, plan: Plan, batch: Any, pool_rows: torch.Tensor) -> Callable[..., None]:
+        """The attention of each layer. pool_rows: the row of each request of the batch."""
+        if self._cascade is None:
             tensors = upload(
                 plan,
                 self._heads,
@@ -134,7 +145,38 @@ class SharedPrefixes:
                 dtype=self._dtype,
                 num_programs=self._num_sms,
             )
-            self._work = _Work(launch, plan.num_tokens, tensors, forward_batch.req_pool_indices)
+            return partial(self._run, tensors, pool_rows)
+        num_queries, seq_lens = _lengths(batch)
+        return Cascade(
+            self._groups(batch),
+            num_queries=num_queries,
+            seq_lens=seq_lens,
+            token_order=plan.token_order,
+            req_to_token=self._req_to_token,
+            pool_rows=pool_rows,
+            heads=self._heads,
+            dtype=self._dtype,
+            prepare=self._cascade,
+        ).attend
+
+    def _run(
+        self,
+        tensors: PlanTensors,
+        pool_rows: torch.Tensor,
+        *qkv: torch.Tensor,
+        out: torch.Tensor,
+        **options: float,
+    ) -> None:
+        """The plan's attention of a layer."""
+        self._kernels.attend_items(
+            *qkv,
+            out=out,
+            plan=tensors,
+            req_to_token=self._req_to_token,
+            pool_rows=pool_rows,
+            **options,
+        )
+        self._kernels.reduce_pieces(out=out, plan=tensors)
 
     def plan_of(self, forward_batch: Any) -> Plan | None:
         """The plan of a forward pass, made once; None: it does not run the launched batch, or
@@ -205,15 +247,15 @@ class SharedPrefixes:
     def _plan_for(self, batch: Any) -> Plan | None:
         """The plan of a batch; None: sharing costs more than it saves."""
         made, self._made = self._made, None
-        seq_lens = batch.seq_lens_cpu.numpy()
+        num_queries, seq_lens = _lengths(batch)
         if not batch.forward_mode.is_decode():
-            return self._new_plan(batch, np.array(batch.extend_lens), seq_lens)
+            return self._new_plan(batch, num_queries, seq_lens)
         if made is not None and made.reqs == batch.reqs:
             growth = seq_lens - made.seq_lens
             if growth.min() >= 0 and growth.max() < _MAX_GROWTH:
                 self._made = made
                 return made.plan and made.plan.grown(seq_lens)
-        plan = self._new_plan(batch, np.ones_like(seq_lens), seq_lens)
+        plan = self._new_plan(batch, num_queries, seq_lens)
         self._made = _Made(batch.reqs.copy(), seq_lens.copy(), plan)
         return plan
 
@@ -232,7 +274,7 @@ class SharedPrefixes:
         """Whether a mixed batch that shares nothing may be faster here: the inner backend computes
         a tile for each head of its decodes."""
         is_modelled = self._settings.min_saved_tokens is None
-        wastes = is_modelled and not self._device_model.other_packs
+        wastes = is_modelled and not self._device_model.other_packs and self._cascade is None
         return wastes and bool((num_queries == 1).any())
 
     def _make_plan(self, groups: Groups, num_queries: IntArray, seq_lens: IntArray) -> Plan | None:
@@ -309,6 +351,7 @@ class SharedPrefixes:
     ) -> Any:
         heads, head_dim = layer.tp_q_head_num, layer.qk_head_dim
         scales: dict[str, float] = {}
+        run: Callable[..., None]
         if save_kv_cache:
             where = KVWriteLoc(forward_batch.out_cache_loc)
             if layer.k_scale is None:
@@ -323,26 +366,23 @@ class SharedPrefixes:
         shape = q.numel() // (heads * head_dim), heads, head_dim
         if _is_capturing():
             assert self._fixed is not None
-            tensors, pool_rows = self._fixed.tensors, forward_batch.req_pool_indices
+            run = partial(self._run, self._fixed.tensors, forward_batch.req_pool_indices)
             # Plans have no work for the padding of a batch.
             out = torch.zeros(shape, dtype=q.dtype, device=q.device)
         else:
             assert self._work is not None
-            tensors, pool_rows = self._work.tensors, self._work.pool_rows
+            run = self._work.attend
             out = torch.empty(shape, dtype=q.dtype, device=q.device)
-        self._kernels.attend_items(
-            q.reshape(shape),
-            keys,
-            self._pool.get_value_buffer(layer.layer_id),
-            out=out,
-            plan=tensors,
-            req_to_token=self._req_to_token,
-            pool_rows=pool_rows,
-            scale=layer.scaling,
-            **scales,
-        )
-        self._kernels.reduce_pieces(out=out, plan=tensors)
+        values = self._pool.get_value_buffer(layer.layer_id)
+        run(q.reshape(shape), keys, values, out=out, scale=layer.scaling, **scales)
         return out.view(-1, heads * head_dim)
+
+
+def _lengths(batch: Any) -> tuple[IntArray, IntArray]:
+    """[requests] new tokens of each, and all tokens."""
+    seq_lens = batch.seq_lens_cpu.numpy()
+    is_decode = batch.forward_mode.is_decode()
+    return np.ones_like(seq_lens) if is_decode else np.array(batch.extend_lens), seq_lens
 
 
 def _is_capturing() -> bool:
