@@ -25,7 +25,7 @@ from cosched_kernels.plan import HeadShape
 _LOG2_E = 1.4426950408889634
 
 
-class Level(NamedTuple):
+class CascadeLevel(NamedTuple):
     """The sequences of one call, on the host.
 
     ranks      [rows] query tokens by rank (`Plan.token_order`), sequence by sequence
@@ -44,12 +44,14 @@ class Level(NamedTuple):
     is_causal: bool
 
 
-def levels_of(groups: Groups, *, num_queries: IntArray, seq_lens: IntArray) -> Iterator[Level]:
+def levels_of(
+    groups: Groups, *, num_queries: IntArray, seq_lens: IntArray
+) -> Iterator[CascadeLevel]:
     """First what requests have for themselves, with all rows, then the levels of groups. The
     arguments are those of `cosched_kernels.plan.make_plan`."""
     order = groups.order
     first = _sums(num_queries.take(order))
-    yield Level(
+    yield CascadeLevel(
         ranks=np.arange(first[-1]),
         row_ends=first,
         request=order,
@@ -61,7 +63,7 @@ def levels_of(groups: Groups, *, num_queries: IntArray, seq_lens: IntArray) -> I
         found = (groups.level == level).nonzero()[0]
         begins, ends = first.take(groups.begin[found]), first.take(groups.end[found])
         pairs = zip(begins.tolist(), ends.tolist(), strict=True)
-        yield Level(
+        yield CascadeLevel(
             ranks=np.concatenate([np.arange(begin, end) for begin, end in pairs]),
             row_ends=_sums(ends - begins),
             request=order.take(groups.begin[found]),
@@ -75,11 +77,11 @@ def levels_of(groups: Groups, *, num_queries: IntArray, seq_lens: IntArray) -> I
 class Sequences:
     """A level with the KV slots that it reads.
 
-    row_ends   [sequences + 1] int32, on the host; as in `Level`
+    row_ends   [sequences + 1] int32, on the host; as in `CascadeLevel`
     kv_ends    [sequences + 1] int32, on the host: slots [kv_ends[i], kv_ends[i + 1]) are of
                sequence i
     slots      [slots] int32, on the device
-    is_causal  as in `Level`
+    is_causal  as in `CascadeLevel`
     heads, dtype  of the queries
     """
 
@@ -193,7 +195,9 @@ def plain_calls(number: int, sequences: Sequences) -> Attend:
     return partial(attend_plainly, sequences)
 
 
-def _slots(level: Level, req_to_token: torch.Tensor, pool_rows: torch.Tensor) -> torch.Tensor:
+def _slots(
+    level: CascadeLevel, req_to_token: torch.Tensor, pool_rows: torch.Tensor
+) -> torch.Tensor:
     """Looked up on the device, from a few numbers for each sequence."""
     lengths = level.end - level.begin
     total, device = int(lengths.sum()), req_to_token.device

@@ -279,11 +279,13 @@ with LocalEngine(sys.argv[1:]) as engine:
 
 @pytest.mark.long
 def test_the_kernels_give_the_tokens_of_torch(tiny_model, make_engine):
-    """Under Triton's interpreter, in a process of its own: that is chosen at import."""
-    config = {"policy": "sarathi", "strict": True, "shared_prefix": {"min_saved_tokens": 1}}
+    """Beside SGLang's Triton kernels. Under the interpreter, in a process of its own: that is chosen
+    at import."""
+    shared = {"mode": "on", "min_saved_tokens": 1}
+    config = {"policy": "sarathi", "strict": True, "shared_prefix": shared}
     environment = os.environ | {"TRITON_INTERPRET": "1", "COSCHED_CONFIG": json.dumps(config)}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    flags = FLAGS | {"--model-path": str(tiny_model), "--attention-backend": NAME}
+    flags = FLAGS | {"--model-path": str(tiny_model), "--attention-backend": "triton"}
     flags["--max-running-requests"] = "2"
     arguments = [text for pair in flags.items() for text in pair]
     running = subprocess.Popen(
