@@ -35,6 +35,7 @@ def resolve_servers(servers, gpu="H100"):
 
 def answer(files, flags, config=None, environment=None):
     import msgspec
+    from sglang.srt.arg_groups.overrides import attention_backends_of
 
     from cosched.config import Config
     from cosched.engine.options import ServerFlags
@@ -53,13 +54,13 @@ def answer(files, flags, config=None, environment=None):
         try:
             with contextlib.redirect_stderr(said):
                 server_args = ServerFlags(flags).server_args(settings)
-            found = support(server_args, settings)
+            found, resolved = support(server_args, settings), resolved_arguments(server_args)
         except ConfigError as error:
             return {"error": str(error).replace(f"{folder}/", "")}
     return found._asdict() | {
         "verdict": found.verdict(),
-        "mixes": resolved_arguments(server_args).enable_mixed_chunk,
-        "why_not_shared": why_not_shared(resolved_arguments(server_args), settings),
+        "mixes": resolved.enable_mixed_chunk,
+        "why_not_shared": why_not_shared(resolved, settings, attention_backends_of(resolved)),
         "said": [line for line in said.getvalue().splitlines() if line.startswith("cosched:")],
     }
 

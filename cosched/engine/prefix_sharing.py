@@ -34,15 +34,14 @@ NOT_SHARED_WITH = (
 """Server argument, and why nothing is shared with it."""
 
 
-def why_not_shared(resolved: Any, config: Config) -> str | None:
+def why_not_shared(resolved: Any, config: Config, backends: tuple[str, str]) -> str | None:
     """Why attention reads a shared prefix as often as requests share it; None: once.
 
     resolved  SGLang's view of the arguments, completed
+    backends  its attention backends of prefills and of decodes
     """
-    from sglang.srt.arg_groups.overrides import attention_backends_of
-
     mode = config.shared_prefix.mode
-    prefill, decode = attention_backends_of(resolved)
+    prefill, decode = backends
     if mode == "off":
         return f"{FLAG} off"
     if NAME in (prefill, decode):
@@ -64,14 +63,12 @@ def why_not_shared(resolved: Any, config: Config) -> str | None:
     return None
 
 
-def why_sharing_is_refused(resolved: Any, config: Config) -> str | None:
-    """Why a server cannot start with its `shared_prefix.mode`."""
-    from sglang.srt.arg_groups.overrides import attention_backends_of
-
+def why_sharing_is_refused(resolved: Any, config: Config, backends: tuple[str, str]) -> str | None:
+    """Why a server cannot start with its `shared_prefix.mode`. Arguments as of `why_not_shared`."""
     mode = config.shared_prefix.mode
-    reason = why_not_shared(resolved, config)
+    reason = why_not_shared(resolved, config, backends)
     if mode == "on" and reason is not None:
         return f"{FLAG} on is not possible: {reason}"
-    if mode == "off" and NAME in attention_backends_of(resolved):
+    if mode == "off" and NAME in backends:
         return f"--attention-backend {NAME} cannot go with {FLAG} off; drop one of them"
     return None

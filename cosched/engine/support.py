@@ -103,7 +103,7 @@ def support(server_args: Any, config: Config) -> Support:
         refused=(
             *(_refused(server_args, resolved, config) if plans else ()),
             *_refused_batches(resolved, config),
-            *filter(None, (why_sharing_is_refused(resolved, config),)),
+            *_refused_sharing(resolved, config),
         ),
         without=(
             *(_without_kv_order(resolved, config) if plans else ()),
@@ -362,6 +362,14 @@ def _refused_batches(resolved: Any, config: Config) -> Iterator[str]:
     reason = why_no_batches(resolved, config.batches)
     if reason is not None and config.batches.is_on:
         yield f"no Files and Batches (--cosched-batches) here: {reason}"
+
+
+def _refused_sharing(resolved: Any, config: Config) -> Iterator[str]:
+    from sglang.srt.arg_groups.overrides import attention_backends_of
+
+    reason = why_sharing_is_refused(resolved, config, attention_backends_of(resolved))
+    if reason is not None:
+        yield reason
 
 
 def _without_front_end(resolved: Any, config: Config) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -50,11 +51,11 @@ def upload(
     dtype  of queries and outputs, and so of pieces
     """
     return PlanTensors(
-        items=_to_device(plan.items, device),
-        starts=_to_device(plan.starts, device),
-        token_order=_to_device(plan.token_order, device),
-        bases=_to_device(plan.bases, device),
-        num_tokens=_to_device(np.array([plan.num_tokens], dtype=np.int32), device),
+        items=to_device(plan.items, device),
+        starts=to_device(plan.starts, device),
+        token_order=to_device(plan.token_order, device),
+        bases=to_device(plan.bases, device),
+        num_tokens=to_device(np.array([plan.num_tokens], dtype=np.int32), device),
         pieces=torch.empty(
             (plan.num_pieces, heads.num_q_heads, heads.head_dim), dtype=dtype, device=device
         ),
@@ -132,11 +133,12 @@ class FixedBuffers:
         self.tensors.num_tokens.zero_()
 
 
-def _on_host(values: npt.NDArray[np.int32], device: torch.device) -> torch.Tensor:
+def _on_host(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     tensor = torch.from_numpy(np.ascontiguousarray(values))
     return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
-def _to_device(values: npt.NDArray[np.int32], device: torch.device | str) -> torch.Tensor:
+def to_device(values: npt.NDArray[Any], device: torch.device | str) -> torch.Tensor:
+    """A copy, for which the host does not wait."""
     device = torch.device(device)
     return _on_host(values, device).to(device, non_blocking=True, copy=True)

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from cosched_kernels.buffers import to_device
 from cosched_kernels.groups import Groups, IntArray
 from cosched_kernels.plan import HeadShape
 
@@ -132,19 +133,19 @@ class Cascade:
         """token_order: [tokens] rank -> row of the query tensor. req_to_token, pool_rows: as in
         `cosched_kernels.shared_prefix.attend_items`."""
         device = req_to_token.device
-        self._order = torch.as_tensor(token_order.astype(np.int64), device=device)
+        self._order = to_device(token_order.astype(np.int64), device)
         self._calls: list[tuple[torch.Tensor, Attend]] = []
         levels = levels_of(groups, num_queries=num_queries, seq_lens=seq_lens)
         for number, level in enumerate(levels):
             sequences = Sequences(
-                row_ends=torch.as_tensor(level.row_ends.astype(np.int32)),
-                kv_ends=torch.as_tensor(_sums(level.end - level.begin).astype(np.int32)),
+                row_ends=torch.from_numpy(level.row_ends.astype(np.int32)),
+                kv_ends=torch.from_numpy(_sums(level.end - level.begin).astype(np.int32)),
                 slots=_slots(level, req_to_token, pool_rows),
                 is_causal=level.is_causal,
                 heads=heads,
                 dtype=dtype,
             )
-            ranks = torch.as_tensor(level.ranks, device=device)
+            ranks = to_device(level.ranks, device)
             self._calls.append((ranks, prepare(number, sequences)))
 
     def attend(
@@ -202,7 +203,7 @@ def _slots(
     lengths = level.end - level.begin
     total, device = int(lengths.sum()), req_to_token.device
     shifts = level.begin - _sums(lengths)[:-1]
-    told = torch.as_tensor(np.stack((level.request, shifts, lengths)), device=device)
+    told = to_device(np.stack((level.request, shifts, lengths)), device)
     requests, shift = told[:2].repeat_interleave(told[2], dim=1, output_size=total)
     positions = torch.arange(total, device=device) + shift
     return req_to_token[pool_rows[requests].long(), positions].int()

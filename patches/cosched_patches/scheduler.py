@@ -341,7 +341,8 @@ def end_sent(result: Any, scheduler: Any, rids_to_check: Any = None) -> Any:
 
 def launch(original: Any, scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
     """The time of an iteration starts with the launch of its batch. Shared-prefix attention plans
-    from the requests of the batch; a forward pass knows only the rows of their KV. An exception is attributed to a request; stock ends the scheduler."""
+    from the requests of the batch; a forward pass knows only the rows of their KV. An exception is
+    attributed to a request; stock ends the scheduler."""
     run = partial(original, scheduler, batch, *args, **kwargs)
     observer = getattr(scheduler, "cosched_observer", None)
     if observer is None:

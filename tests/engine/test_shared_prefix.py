@@ -279,7 +279,7 @@ with LocalEngine(sys.argv[1:]) as engine:
 
 @pytest.mark.long
 def test_the_kernels_give_the_tokens_of_torch(tiny_model, make_engine):
-    """Beside SGLang's Triton kernels. Under the interpreter, in a process of its own: that is chosen
+    """Beside SGLang's Triton kernels. Under the interpreter, in a process of its own: it is chosen
     at import."""
     shared = {"mode": "on", "min_saved_tokens": 1}
     config = {"policy": "sarathi", "strict": True, "shared_prefix": shared}

@@ -18,7 +18,7 @@ from sglang.srt.layers.attention.attention_registry import (
     register_attention_backend,
 )
 
-from cosched.config import load_config
+from cosched.config import Config, load_config
 from cosched.engine.port.read_once import note_none, shared_runs, why_none
 from cosched.engine.prefix_sharing import EXTENDED, NAME, why_not_shared
 
@@ -48,8 +48,13 @@ def describe_sharing(server_args: Any) -> str:
         return f"shared-prefix attention on, beside {runs.beside}, where the batch gains from it"
     config = load_config()
     assert config is not None
-    reason = why_none() or why_not_shared(resolving_view(server_args), config)
+    reason = why_none() or _why_not_shared(server_args, config)
     return f"shared-prefix attention off: {reason}"
+
+
+def _why_not_shared(server_args: Any, config: Config) -> str | None:
+    resolved = resolving_view(server_args)
+    return why_not_shared(resolved, config, attention_backends_of(resolved))
 
 
 def _create(runner: Any) -> Any:
@@ -65,7 +70,7 @@ def _extended(name: str, stock: Callable[[Any], Any], runner: Any) -> Any:
     if config is None or runner.is_draft_worker or used != {name}:
         return backend  # not the only one of the model: nothing is shared, or `_create` extends it
     note_none()
-    if why_not_shared(resolving_view(runner.server_args), config) is not None:
+    if _why_not_shared(runner.server_args, config) is not None:
         return backend
     from cosched.engine.port.extend_attention import extended
 
