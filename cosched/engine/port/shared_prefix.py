@@ -27,7 +27,6 @@ from cosched.engine.port.read_once import (
     launched,
 )
 from cosched.engine.port.scheduler import parallel
-from cosched.engine.prefix_sharing import NAME
 from cosched_kernels import reference, shared_prefix
 from cosched_kernels.buffers import FixedBuffers, PlanTensors, upload
 from cosched_kernels.cascade import Cascade, Prepare, plain_calls
@@ -204,7 +203,7 @@ class SharedPrefixes:
         except Exception:
             if self._is_strict:
                 raise
-            logger.exception("cosched: planning failed; %s shares nothing from now on", NAME)
+            logger.exception("cosched: planning failed; attention shares nothing from now on")
             self._is_off = True
             return None
 
