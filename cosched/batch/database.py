@@ -20,9 +20,9 @@ _LOCK_S = 5
 _STATEMENT_S = 60
 """For a statement of PostgreSQL; the longest delete the lines of an ended batch."""
 _CONNECT_TIMEOUT_S = 10
-_CONNECTIONS, _MORE_CONNECTIONS = 13, 3
-"""That are kept, one for each thread of the service, of the feeder and of callbacks, and what may
-be beside."""
+_CONNECTIONS, _MORE_CONNECTIONS = 14, 2
+"""That are kept, one for each thread of the service (7), of the feeder (6) and of callbacks, and
+what may be beside."""
 _TIMEOUTS = f"-c lock_timeout={_LOCK_S}s -c statement_timeout={_STATEMENT_S}s"
 _TABLES_LOCK, _QUOTAS_LOCK = 0x636F7363686564, 0x636F7363686565
 """Advisory locks of PostgreSQL: for changes of tables, and for counting what a tenant has."""

@@ -24,7 +24,13 @@ from cosched.batch.jsonl.file_kinds import fault_of_file
 from cosched.batch.jsonl.lines import raw_lines
 from cosched.batch.jsonl.parquet import ParquetRows, TooLargeError, is_parquet
 from cosched.batch.once import Once, claim, recorded, remove_stale
-from cosched.batch.quota import check_new_file, most_stored, stored_bytes
+from cosched.batch.quota import (
+    FILE_BYTES,
+    beyond_stored,
+    check_new_file,
+    most_stored,
+    stored_bytes,
+)
 from cosched.batch.storage import FilesUnavailableError, Storage
 from cosched.errors import CoschedError
 
@@ -41,9 +47,12 @@ def new_id(prefix: str) -> str:
     return prefix + secrets.token_hex(16)
 
 
-def upload_blocks(content: BinaryIO, *, config: BatchesConfig) -> Iterator[bytes]:
-    """What is kept of an upload: its bytes, or row N of a Parquet file as line N. ApiError 400,
-    413, also after some blocks: the Parquet file is damaged or too large."""
+def upload_blocks(
+    content: BinaryIO, *, config: BatchesConfig, room: int | None = None
+) -> Iterator[bytes]:
+    """What is kept of an upload: its bytes, or row N of a Parquet file as line N. room: bytes that
+    the quota leaves, as `FileStore.room`. ApiError 400, 413, 429, also after some blocks: the
+    Parquet file is damaged or too large."""
     if not is_parquet(content):
         block = content.read(_BLOCK_BYTES)
         if (fault := fault_of_file(block)) is not None:
@@ -55,7 +64,7 @@ def upload_blocks(content: BinaryIO, *, config: BatchesConfig) -> Iterator[bytes
     try:
         memory_mb = _DECODER_MB + _TIMES_FILE * math.ceil(config.max_file_mb)
         with ParquetRows(content, memory_mb=memory_mb) as rows:
-            yield from _decoded(rows, config)
+            yield from _decoded(rows, config, room)
     except TooLargeError as error:
         raise ApiError(str(error), status=413, param="file") from None
     except ApiError:
@@ -64,19 +73,22 @@ def upload_blocks(content: BinaryIO, *, config: BatchesConfig) -> Iterator[bytes
         raise ApiError(str(error), param="file") from None
 
 
-def _decoded(rows: ParquetRows, config: BatchesConfig) -> Iterator[bytes]:
+def _decoded(rows: ParquetRows, config: BatchesConfig, room: int | None) -> Iterator[bytes]:
     if rows.num_rows > config.max_lines:
         raise ApiError(
             f"a batch may have {config.max_lines} lines (batches.max_lines), and the Parquet "
             f"file has {rows.num_rows} rows",
             param="file",
         )
-    num_left, number = config.max_file_bytes, 1
+    num_left, number, num_bytes = config.max_file_bytes, 1, FILE_BYTES
     while block := rows.read(_BLOCK_BYTES):
         number += block.count(b"\n", 0, num_left)
         num_left -= len(block)
+        num_bytes += len(block)
         if num_left < 0:
             raise too_large(config, f"; as JSONL, row {number} exceeds that")
+        if room is not None and num_bytes > room:
+            raise beyond_stored(room, num_bytes)
         yield block
 
 

@@ -130,9 +130,10 @@ class _Routes:
         if (once := once_of(request.headers, owner=owner, route="files")) is not None:
             earlier = await self._threads.run(key, self._files.made_before, once)
             is_repeated = earlier is not None
-        async with self._uploads.form(
-            request, key=key, owner=owner, is_repeated=is_repeated
-        ) as form:
+        async with self._uploads.form(request, key=key, owner=owner, is_repeated=is_repeated) as (
+            form,
+            room,
+        ):
             content, purpose = form.get("file"), form.get("purpose")
             if not isinstance(content, UploadFile):
                 raise ApiError("file: the form has no file of that name", param="file")
@@ -150,7 +151,7 @@ class _Routes:
             file = await threads.run_long(
                 key,
                 self._files.add,
-                upload_blocks(content.file, config=self._service.config),
+                upload_blocks(content.file, config=self._service.config, room=room),
                 owner=owner,
                 filename=filename,
                 purpose="batch",

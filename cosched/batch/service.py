@@ -82,6 +82,7 @@ class BatchService:
         )
         slots = FairSlots(_NUM_THREADS, per_key=_THREADS_PER_KEY, max_waiting=_MAX_WAITING)
         self.threads = FairThreads("cosched-files", slots, answer_s=_ANSWER_S, rest_s=_REST_S)
+        self._costs = FairThreads("cosched-costs", FairSlots(1, per_key=1))
         self._feeder: Feeder | None = None
         self.loop_lag_s: Callable[[], float] = lambda: 0.0
         """The longest of the last minute [s]."""
@@ -232,7 +233,7 @@ class BatchService:
 
         async def write() -> None:
             try:
-                await asyncio.to_thread(self._opened.database.add_cost, batch, seconds)
+                await self._costs.run_long(None, self._opened.database.add_cost, batch, seconds)
             except Exception as error:
                 logger.warning("batches: the cost of a line of %s is lost: %r", batch, error)
 
@@ -242,6 +243,7 @@ class BatchService:
 
     def close(self) -> None:
         self.threads.close()
+        self._costs.close()
         self._opened.close()
 
 

@@ -42,9 +42,10 @@ class Uploads:
     @asynccontextmanager
     async def form(
         self, request: Request, *, key: str, owner: str, is_repeated: bool = False
-    ) -> AsyncIterator[Any]:
-        """The form, whose file is spooled to the disk. is_repeated: its file is there, so no quota
-        is left for it. ApiError 400, 408, 413, 429, 503."""
+    ) -> AsyncIterator[tuple[Any, int | None]]:
+        """The form, whose file is spooled to the disk, and the bytes that the quota leaves (None:
+        there is none). is_repeated: its file is there, so no quota is left for it. ApiError 400,
+        408, 413, 429, 503."""
         if not request.headers.get("content-type", "").startswith("multipart/form-data"):
             raise ApiError("upload a file as multipart/form-data")
         try:
@@ -64,7 +65,7 @@ class Uploads:
                 room = await self._threads.run(key, self._files.room, owner)
             form = await self._parsed(request, room)
             try:
-                yield form
+                yield form, room
             finally:
                 await form.close()
         finally:

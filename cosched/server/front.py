@@ -250,6 +250,13 @@ def is_offline(request: Any) -> bool:
     return grant is not None and grant.request_class is RequestClass.OFFLINE
 
 
+def payer_of(request: Any) -> str:
+    """The API key that pays for a request that was read, whatever its tenant: the name of its
+    owner, or what stands for one; "" where keys are not told apart."""
+    grant: Grant | None = getattr(request.state, _STATE, None)
+    return "" if grant is None else grant.name.partition("/")[0] or grant.owner
+
+
 def was_aborted(reply: Any) -> bool:
     """Whether a reply, or a part of one, ends because it was aborted; errors have a status."""
     reasons = [(each.get("meta_info") or {}).get("finish_reason") for each in _parts(reply)]

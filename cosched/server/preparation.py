@@ -13,6 +13,9 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
+from functools import partial
+
+from cosched.batch.threads import FairSlots
 
 PERIOD_S = 0.02
 _WINDOW_S = 60.0
@@ -87,17 +90,19 @@ def is_prepared() -> None:
 
 
 class PreparationGate:
-    """Lets a few offline requests be prepared at a time, and none while the loop lags."""
+    """Lets a few offline requests be prepared at a time, and none while the loop lags. API keys
+    take turns: a thousand lines of one do not keep a line of another waiting."""
 
     def __init__(self, lag: LoopLag) -> None:
         self._lag = lag
-        self._slots = asyncio.Semaphore(AT_ONCE)
+        self._slots = FairSlots(AT_ONCE, per_key=AT_ONCE)
         self._turn = asyncio.Lock()
 
-    async def enter(self) -> Ticket:
-        """Wait for a place; it ends with `is_prepared` in the same task, or with the ticket."""
-        await self._slots.acquire()
-        ticket = Ticket(self._slots.release)
+    async def enter(self, key: str) -> Ticket:
+        """Wait for a place; it ends with `is_prepared` in the same task, or with the ticket. key:
+        who pays for the request."""
+        await self._slots.enter(key)
+        ticket = Ticket(partial(self._slots.leave, key))
         try:
             async with self._turn:
                 await self._until_free()

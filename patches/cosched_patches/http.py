@@ -37,6 +37,7 @@ from cosched.server.front import (
     ReplyMiddleware,
     is_offline,
     is_own,
+    payer_of,
     told_of_abort,
     was_aborted,
 )
@@ -254,7 +255,7 @@ async def read_body(original: Any, request: Any) -> Any:
     # SGLang reads some bodies twice.
     is_first = getattr(request.state, TICKET_KEY, None) is None
     if gate is not None and is_first and is_offline(request):
-        setattr(request.state, TICKET_KEY, await gate.enter())
+        setattr(request.state, TICKET_KEY, await gate.enter(payer_of(request)))
     return body
 
 

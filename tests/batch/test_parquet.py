@@ -11,8 +11,10 @@ import tempfile
 import openai
 import pytest
 
+from cosched.batch.config import QuotaConfig
 from cosched.batch.jsonl.errors import JobFileError
 from cosched.batch.jsonl.parquet import ParquetRows, TooLargeError
+from cosched.batch.storage import FolderStorage
 from cosched.run_batch import main as run_batch
 from tests.batch.api import line, lines
 from tests.request_lines import error_of
@@ -100,6 +102,22 @@ def test_limits(api, folder):
         upload(api, parquet(rows))
     assert error.value.status_code == 413
     assert not list((folder / "files").iterdir())
+
+
+@pytest.mark.parametrize("stand_in", [{"quota": QuotaConfig(max_stored_mb=0.1)}], indirect=True)
+def test_a_file_is_decoded_no_further_than_the_quota_goes(api, folder, monkeypatch):
+    monkeypatch.setattr("cosched.batch.files._BLOCK_BYTES", 10_000)
+    written = []
+    write = FolderStorage.write
+
+    def counted(self, name, blocks):
+        return write(self, name, (written.append(len(block)) or block for block in blocks))
+
+    monkeypatch.setattr(FolderStorage, "write", counted)
+    rows = [{**line(f"c{n}"), "body": json.dumps({"prompt": "x" * 4000})} for n in range(500)]
+    with pytest.raises(openai.RateLimitError, match=r"100000 bytes more.* 101000 are too many"):
+        upload(api, parquet(rows))
+    assert sum(written) == 90_000 and not list((folder / "files").iterdir())
 
 
 def test_without_pyarrow_it_is_said_what_is_missing(api, monkeypatch, tmp_path):

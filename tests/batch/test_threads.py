@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
+from pathlib import Path
 
 import httpx
 import pytest
 import sqlalchemy as sa
 
+import cosched
+import cosched_patches
 from cosched.batch.config import BatchesConfig
 from cosched.batch.database import Database, database_url
 from cosched.batch.errors import ApiError, StoreUnavailableError
 from cosched.batch.ingest import ValidationTurns
+from cosched.batch.service import BatchService
 from cosched.batch.threads import FairSlots, FairThreads
 from tests.batch.api import lines, serving, until
 from tests.batch.stand_in import StandIn
 from tests.batch.test_store import batch_of
+
+_DEFAULT_EXECUTOR = r"\bto_thread\(|run_in_executor\(\s*None"
 
 
 def test_a_key_whose_calls_hang_keeps_only_itself_waiting():
@@ -60,6 +67,35 @@ def test_a_slot_of_a_key_rests_after_a_call():
         threads.close()
 
     asyncio.run(run())
+
+
+def test_the_cost_of_aborted_lines_is_written_in_a_thread_of_the_store(folder, monkeypatch):
+    service = BatchService(BatchesConfig(folder=str(folder)))
+    written = []
+
+    def add_cost(batch, seconds):
+        written.append((batch, seconds, threading.current_thread().name.rpartition("_")[0]))
+
+    monkeypatch.setattr(service._opened.database, "add_cost", add_cost)
+
+    async def run():
+        for seconds in (1.0, 2.0):
+            service._aborted("b", seconds)
+        await asyncio.gather(*service._writing)
+
+    asyncio.run(run())
+    service.close()
+    assert written == [("b", 1.0, "cosched-costs"), ("b", 2.0, "cosched-costs")]
+
+
+def test_nothing_of_the_http_process_runs_in_the_threads_that_prepare_chats():
+    """They are those of asyncio's default executor."""
+    root = Path(cosched.__file__).parent
+    files = [*root.glob("batch/*.py"), *root.glob("server/*.py"), *root.glob("limits/*.py")]
+    files += Path(cosched_patches.__file__).parent.glob("*.py")
+    assert len(files) > 50
+    found = [path.name for path in files if re.search(_DEFAULT_EXECUTOR, path.read_text())]
+    assert not found
 
 
 def test_slots_go_round_over_keys():

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from cosched.server import preparation
-from cosched.server.preparation import LoopLag, PreparationGate, is_prepared
+from cosched.server.preparation import AT_ONCE, LoopLag, PreparationGate, is_prepared
 
 
 def test_a_few_are_prepared_at_a_time_and_the_next_as_one_is_tokenized():
@@ -19,7 +19,7 @@ def test_a_few_are_prepared_at_a_time_and_the_next_as_one_is_tokenized():
 
         async def request(number):
             nonlocal num_prepared
-            await gate.enter()
+            await gate.enter("")
             preparing.add(number)
             most[0] = max(most[0], len(preparing))
             await asyncio.sleep(0.001)
@@ -44,9 +44,9 @@ def test_requests_that_fail_or_leave_give_their_places_back():
     async def run():
         gate = PreparationGate(LoopLag())
         for _ in range(9):
-            (await gate.enter()).end()
-        held = [await gate.enter() for _ in range(4)]
-        gone = asyncio.create_task(gate.enter())
+            (await gate.enter("")).end()
+        held = [await gate.enter("") for _ in range(4)]
+        gone = asyncio.create_task(gate.enter(""))
         await asyncio.sleep(0.01)
         gone.cancel()
         await asyncio.gather(gone, return_exceptions=True)
@@ -54,9 +54,26 @@ def test_requests_that_fail_or_leave_give_their_places_back():
             ticket.end()
             ticket.end()
         for _ in range(9):
-            (await gate.enter()).end()
+            (await gate.enter("")).end()
 
     asyncio.run(run())
+
+
+def test_a_line_of_one_key_does_not_wait_for_the_thousand_of_another():
+    async def run():
+        gate, order = PreparationGate(LoopLag()), []
+
+        async def request(key):
+            ticket = await gate.enter(key)
+            order.append(key)
+            await asyncio.sleep(0)
+            ticket.end()
+
+        await asyncio.gather(*map(request, ["a"] * 1000 + ["b"] * 2))
+        return [place for place, key in enumerate(order) if key == "b"]
+
+    # After those that have a place when they come, then in turns.
+    assert max(asyncio.run(run())) <= 2 * AT_ONCE
 
 
 def test_while_the_loop_lags_each_waits_for_as_long_as_it_lags(monkeypatch):
@@ -73,7 +90,7 @@ def test_while_the_loop_lags_each_waits_for_as_long_as_it_lags(monkeypatch):
         lag.add(lag_s)
         gate = PreparationGate(lag)
         for _ in range(5):
-            (await gate.enter()).end()
+            (await gate.enter("")).end()
         return sum(waits_s)
 
     assert asyncio.run(run(0.1)) == pytest.approx(0.5)

@@ -793,7 +793,7 @@ def test_an_offline_request_gives_its_place_back_once_it_is_prepared_or_refused(
             (CHAT, {"service_tier": "flex", "messages": [{"role": "nobody", "content": 3}]}, 400),
         ):
             assert front.post(path, **fields).status_code == status
-            assert gate._slots._value == AT_ONCE, path
+            assert gate._slots._num_free == AT_ONCE, path
     finally:
         del front.app.state.cosched_preparation
 
