@@ -20,6 +20,8 @@ from hypothesis import strategies as st
 
 import cosched.bootstrap
 from cosched.batch.service import InProcessTransport
+from cosched.limits.api_keys import ApiKeys
+from cosched.server.front import own_request
 from cosched.server.preparation import AT_ONCE, LoopLag, PreparationGate
 from cosched.wire import OFFLINE_PRIORITY
 
@@ -479,6 +481,31 @@ class TestClaims:
             expected = {"mine": 1, **({"cosched_server": {"name": name}} if name else {})}
             assert front.sent[0].sampling_params.custom_params == expected
 
+    def test_requests_are_prepared_in_the_turn_of_the_key_that_pays(self, front, claiming):
+        """Whatever its tenants are called."""
+        claiming(keys={"secret": {"name": "acme"}})
+        gate, turns = PreparationGate(LoopLag()), []
+        enter = gate.enter
+        gate.enter = lambda key: turns.append(key) or enter(key)
+        front.app.state.cosched_preparation = gate
+        secret = hashlib.sha256(b"secret").hexdigest()
+        names = ApiKeys(names={f"sha256:{secret}": "acme"}, has_owners=True)
+
+        async def ask(owner):
+            state = own_request(owner=owner, tenant="t", keys=names)
+            transport = InProcessTransport(front.app, state=state)
+            async with httpx.AsyncClient(transport=transport, base_url="http://own") as client:
+                return await client.post(CHAT, json=MINIMAL[CHAT])
+
+        try:
+            for headers in (self.KEY, {"authorization": "Bearer other"}):
+                assert front.post(CHAT, headers=headers, service_tier="flex").status_code == 200
+            for owner in (secret, "0123456789"):
+                assert asyncio.run(ask(owner)).status_code == 200
+        finally:
+            del front.app.state.cosched_preparation
+        assert turns == ["acme", "", "acme", "01234567"]
+
     def test_bounds_of_a_key(self, front, claiming):
         claiming(keys={"secret": {"floors": {"ttft_ms": 800}, "ceilings": {"tpot_ms": 60}}})
         params = {"cosched": {"tpot_slo_ms": 900}}
@@ -508,8 +535,6 @@ class TestClaims:
     def test_what_the_server_asks_itself_is_offline_and_no_key_counts_it(
         self, front, claiming, path
     ):
-        from cosched.server.front import own_request
-
         claiming(
             ignore=["priority", "service_tier", "class_header", "body_targets"],
             keys={"*": {"max_offline": 0}},
@@ -538,7 +563,6 @@ class TestClaims:
         self, front, monkeypatch, path
     ):
         from cosched.batch.jsonl.line_results import TryAgain, judge
-        from cosched.server.front import own_request
 
         monkeypatch.setattr(front, "reason", {"type": "abort", "message": "Aborted"})
         transport = InProcessTransport(front.app, state=own_request(30.0))
@@ -559,8 +583,6 @@ class TestClaims:
     def test_an_aborted_request_says_what_it_cost_when_the_scheduler_has_ended_it(
         self, front, monkeypatch, n
     ):
-        from cosched.server.front import own_request
-
         costs = []
 
         async def hang_up(*, obj, state, request=None):
