@@ -33,6 +33,7 @@ _RENAMED: Mapping[str, str] = {
 """Name in the bodies of OpenAI's and Anthropic's endpoints -> SGLang's."""
 
 _COMPLETIONS = "/v1/completions"
+_DETOKENIZE = ("/detokenize", "/v1/detokenize")
 
 _RESPONSES = "/v1/responses"
 
@@ -136,6 +137,8 @@ def _bound_of(path: str, name: str) -> Bound | None:
     """None: the field is unknown there, or has another meaning."""
     if name == "logprobs" and path == _COMPLETIONS:
         return TABLE["GenerateReqInput"]["top_logprobs_num"]
+    if name == "tokens" and path in _DETOKENIZE:
+        return TABLE["GenerateReqInput"]["input_ids"]
     if name in ("text", "input_embeds", "sampling_params", "modalities", *_TEXTS):
         return None
     name = _RENAMED.get(name, name)

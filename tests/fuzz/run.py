@@ -278,9 +278,6 @@ KNOWN = {
         "SGLang reads a request to its Ollama routes after their stream has begun: a wrong value "
         "ends the connection instead of a 400"
     ),
-    ("(/v1)?/detokenize", "500", "out of range integral type conversion"): (
-        "SGLang answers a negative id with 500 on its detokenize routes"
-    ),
 }
 
 

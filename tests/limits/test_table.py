@@ -208,6 +208,9 @@ BODIES = [
     ("/generate", {"positional_embed_overrides": {}}, "positional_embed_overrides"),
     ("/generate", {"text": "x" * 16385}, "text"),
     ("/tokenize", {"prompt": "x" * 16385}, "prompt"),
+    ("/detokenize", {"tokens": [7, -1]}, "tokens"),
+    ("/v1/detokenize", {"tokens": [[7], [VOCAB]]}, "tokens"),
+    ("/v1/detokenize", {"tokens": [7] * 16385}, "tokens"),
 ]
 
 
@@ -227,6 +230,8 @@ GOOD = [
     ),
     ("/v1/completions", {"logprobs": 5, "prompt": ["x" * 16384] * 50}),
     ("/v1/completions", {"prompt": [1, 2, 3]}),
+    ("/detokenize", {"tokens": [1, 2, 3]}),
+    ("/v1/detokenize", {"tokens": [[1], [], [2, 3]]}),
     ("/v1/responses", {"text": {"format": {"type": "text"}}, "input": "hello"}),
     ("/v1/messages", {"top_k": 5, "metadata": {"user_id": "u"}}),
     ("/v1/chat/completions", []),
