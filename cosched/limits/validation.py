@@ -6,12 +6,15 @@ message. Here the errors of the form that fits best are told.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 _MOST_TOLD = 3
 _MOST_CHARS = 400
+_SOURCE = re.compile(r"\[\d\d:\d\d:\d\d\] \S+: ")
+"""What xgrammar puts before a reason."""
 _KINDS = ("role", "type")
 """Fields that say which form a value has."""
 
@@ -26,6 +29,13 @@ def summary(errors: Sequence[Error], body: Any) -> str:
     told = [f"{_path(place)}: {text}" for place, text in found[:_MOST_TOLD]]
     more = f"; and {len(found) - _MOST_TOLD} more" if len(found) > _MOST_TOLD else ""
     return "; ".join(told) + more
+
+
+def one_line(message: str) -> str:
+    """The reason in a message of another library: its first paragraph, without the time and the
+    source file before it (xgrammar) or the schemas after it (jsonschema)."""
+    [reason, *_] = message.strip().split("\n\n", 1)
+    return _shortened(" ".join(_SOURCE.sub("", reason).split()))
 
 
 @dataclass(slots=True)
@@ -113,5 +123,8 @@ def _path(place: Sequence[Any]) -> str:
 def _text(error: Error) -> str:
     if error["type"] == _MISSING:
         return "is required"
-    text = str(error["msg"]).removeprefix("Value error, ")
+    return _shortened(str(error["msg"]).removeprefix("Value error, "))
+
+
+def _shortened(text: str) -> str:
     return text if len(text) <= _MOST_CHARS else text[:_MOST_CHARS] + "…"

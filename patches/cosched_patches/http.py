@@ -46,6 +46,7 @@ from cosched.server.model_operations import is_about_to_read, unloading, use_mod
 from cosched.server.owned_ids import with_owner, without_owner
 from cosched.server.preparation import TICKET_KEY, PreparationGate, is_prepared
 from cosched.server.shutdown import drain, signals_left_to_parent
+from cosched_patches.openai_endpoints import word_error
 from cosched_patches.seam import Seam, after, around, before
 
 logger = logging.getLogger(__name__)
@@ -418,12 +419,12 @@ async def answer_abort(
     raise HTTPException(status_code=HTTPStatus.TOO_MANY_REQUESTS, detail=reason["message"])
 
 
-def keep_status(original: Any, serving: Any, *args: Any, **kwargs: Any) -> Any:
+def keep_status(original: Any, serving: Any, message: str, *args: Any, **kwargs: Any) -> Any:
     """A request to ``/v1/responses`` that is refused or aborted with 429 or 503 is answered so, and
     clients send it again. Stock answers 400 whatever has happened."""
     error = sys.exception()
     if not isinstance(error, HTTPException):
-        return original(serving, *args, **kwargs)
+        return word_error(original, serving, message, *args, **kwargs)
     kind = HTTPStatus(error.status_code).phrase
     return original(serving, str(error.detail), err_type=kind, status_code=error.status_code)
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
+from pydantic import ValidationError
+
+from cosched.limits import validation
 from cosched.server.owned_ids import OwnedDict
 from cosched_patches.seam import Seam, after, around
 
@@ -67,6 +71,15 @@ def keep_served_name(original: Any, manager: Any, model_path: str, load_format: 
         manager.served_model_name = name
 
 
+def word_error(original: Any, serving: Any, message: str, *args: Any, **kwargs: Any) -> Any:
+    """Messages of errors are one line. Stock passes on what libraries print: a schema that a tool's
+    does not fit, errors of every form that a message may have."""
+    error = sys.exception()
+    if isinstance(error, ValidationError):
+        message = validation.summary(error.errors(), None)
+    return original(serving, validation.one_line(message), *args, **kwargs)
+
+
 SEAMS: tuple[Seam, ...] = (
     around(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager._update_model_path_info",
@@ -92,5 +105,10 @@ SEAMS: tuple[Seam, ...] = (
         f"{_SERVING}.serving_chat.OpenAIServingChat._tool_call_parsing_active",
         "self, request",
         parse_required_calls,
+    ),
+    around(
+        f"{_SERVING}.serving_base.OpenAIServingBase.create_error_response",
+        "self, message, err_type, status_code, param",
+        word_error,
     ),
 )

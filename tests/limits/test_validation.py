@@ -7,7 +7,7 @@ from typing import Any, Literal
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from cosched.limits.validation import summary
+from cosched.limits.validation import one_line, summary
 
 
 class Text(BaseModel):
@@ -77,3 +77,23 @@ def test_no_more_than_three_errors_are_told():
         [{"loc": ("body", f"f{n}"), "type": "missing", "msg": ""} for n in range(30)], {}
     )
     assert found == "f0: is required; f1: is required; f2: is required; and 27 more"
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (
+            'Failed to compile: [23:20:11] /x/converter.cc:12: Unsupported type "no"\n',
+            'Failed to compile: Unsupported type "no"',
+        ),
+        (
+            "None is no 'array'\n\nFailed validating 'type':\n    {'type': 'array'}",
+            "None is no 'array'",
+        ),
+        ("a\n  b", "a b"),
+        ("a" * 500, "a" * 400 + "…"),
+        ("", ""),
+    ],
+)
+def test_messages_of_libraries_are_one_line(message, reason):
+    assert one_line(message) == reason

@@ -91,13 +91,14 @@ def front(tiny_model):
     from sglang.srt.runtime_context import publish
     from sglang.srt.server_args import PortArgs, prepare_server_args
 
-    from cosched_patches import http
+    from cosched_patches import http, openai_endpoints
     from cosched_patches.seam import install
 
     hooks = {http.read_body, http.render_messages, http.classify, http.check_values}
     hooks |= {http.keep_status}
     hooks.add(http.note_released)
-    install(seam for seam in http.SEAMS if seam.hook in hooks)
+    hooks.add(openai_endpoints.word_error)
+    install(seam for seam in http.SEAMS + openai_endpoints.SEAMS if seam.hook in hooks)
     # Of this one, only what it does before the server runs.
     http.prepare_app(None)
     flags = ["--model-path", str(tiny_model), "--served-model-name", "m"]
@@ -826,6 +827,29 @@ def test_what_sglang_cannot_read_is_a_400(front, path, fields, named):
     answer = front.post(path, **fields)
     refused(answer, next((text for text in named.split("|") if text in answer.text), named))
     assert not front.sent
+
+
+TOOL = {"name": "f", "parameters": {"type": "object", "required": None}}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "reason"),
+    [
+        (
+            CHAT,
+            {"tools": [{"type": "function", "function": TOOL}]},
+            "Tool 0 function has invalid 'parameters' schema: None is not of type 'array'",
+        ),
+        (
+            RESPONSES,
+            {"input": [{"type": "message", "role": 5, "content": "a"}]},
+            "role: 'role' must be a string",
+        ),
+    ],
+)
+def test_the_message_of_an_error_is_one_line(front, path, fields, reason):
+    body = front.post(path, **fields).json()
+    assert body.get("error", body)["message"] == reason
 
 
 def test_no_answer_is_500_where_a_body_is_of_another_kind(front):
