@@ -267,8 +267,10 @@ def _ridge_fit(
     features: FloatArray, seconds: FloatArray, weights: FloatArray
 ) -> Generator[None, None, FloatArray]:
     """In steps. `features` are rows."""
-    used = features.any(axis=1)
-    shares = features[used] * weights
+    shares = features * weights
+    # Batches that are left out may be the only ones with an amount.
+    used = shares.any(axis=1)
+    shares = shares[used]
     size = shares.mean(axis=1)
     shares /= size[:, None]
     gram = _RIDGE * np.eye(len(size))

@@ -228,6 +228,15 @@ class TestAccuracy:
         last, twice = (predictor.predict_s(totals_of([Prefill(n, 0)], [])) for n in (8192, 16384))
         assert twice > 1.9 * last
 
+    def test_a_size_of_a_batch_that_is_left_out_alone_is_no_nan(self):
+        """It is too short. No other batch has so many new tokens, or a tile of them more."""
+        usual = BatchShape(prefills=[Prefill(16, 0)], decodes=[100])
+        batches = [usual] * 40 + [ONE] * 40 + [BatchShape(prefills=[Prefill(300, 0)])]
+        predictor = fit_predictor("cosched", batches, [1.0] * 80 + [1e-9])
+        for batch in batches[:80]:
+            assert predictor.predict_s(BatchTotals.of(batch)) == pytest.approx(1.0, rel=0.1)
+        assert 1.0 <= predictor.predict_s(BatchTotals.of(batches[80])) < 100.0
+
 
 ONE, EMPTY = BatchShape(decodes=[5]), BatchShape()
 PREFILL = BatchShape(prefills=[Prefill(9, 0)])
