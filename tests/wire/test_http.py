@@ -430,6 +430,10 @@ class TestReply:
         # The scheduler raises them, for requests that come another way too.
         assert front.targets == [{"ttft_slo_ms": 0.001, "tpot_slo_ms": 30.0}]
 
+    def test_the_reply_names_a_seed_that_has_no_effect(self, front):
+        assert front.post(CHAT, seed=3).headers["x-cosched-ignored"] == "seed"
+        assert "x-cosched-ignored" not in front.post(CHAT, seed=3, temperature=0).headers
+
 
 @pytest.fixture
 def claiming(front, monkeypatch):
