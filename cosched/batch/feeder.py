@@ -348,17 +348,16 @@ class Feeder:
 
     def _finish(self, name: str) -> bool:
         """Whether a batch has ended: no lines are in flight at other servers."""
-        if not self._store.is_done(name):
-            return False
-        return self._store.end(name, self._files.write_results(name))
+        return self._store.is_done(name) and self._store.end(name, self._files.write_results(name))
 
     async def _refill(self, found: Sequence[Batch]) -> None:
         found = [batch for batch in found if self._keys.may_have_batches(batch.owner)]
-        if not found or not self._places.are_due(self.num_in_flight):
+        in_flight = {name: len(some) for name, some in self._in_flight.items()}
+        if not found or not self._places.are_due(self.num_in_flight, found, in_flight):
             return
         progress = self._meter.progress
         here = Here(
-            in_flight={name: len(some) for name, some in self._in_flight.items()},
+            in_flight=in_flight,
             num_finished=self.finished["answered"] + self.finished["failed"],
             num_running=len(progress.running) if progress.num_iterations else None,
             num_servers=self.num_servers,

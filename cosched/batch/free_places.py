@@ -71,9 +71,15 @@ class FreePlaces:
         self._most = config.high_watermark
         self._page = config.high_watermark - config.low_watermark
 
-    def are_due(self, num_in_flight: int) -> bool:
-        """Whether so few lines are at the scheduler that more are taken: a page at a time."""
-        return num_in_flight <= max(self._most - self._page, self._config.low_watermark)
+    def are_due(
+        self, num_in_flight: int, found: Sequence[Batch] = (), in_flight: Mapping[str, int] = {}
+    ) -> bool:
+        """Whether so few lines are at the scheduler that more are taken: a page at a time. With
+        `found` (as for `next`) and batch -> lines at the scheduler: also where an owner has none
+        there and a place is free."""
+        if num_in_flight <= max(self._most - self._page, self._config.low_watermark):
+            return True
+        return num_in_flight < self._most and _waits_for_first(found, in_flight)
 
     def next(self, found: Sequence[Batch], here: Here) -> list[Claim]:
         """found: batches in progress, oldest first"""
@@ -81,7 +87,9 @@ class FreePlaces:
         demands = [self._demand(batch, here, taken.get(batch.id, 0)) for batch in found]
         self._divide(found, here, num_taken=sum(taken.values()))
         num_free = self._most - here.num
-        limits = shares(demands, num_free=0 if num_free < min(self._page, self._most) else num_free)
+        if num_free < min(self._page, self._most) and not _waits_for_first(found, here.in_flight):
+            num_free = 0
+        limits = shares(demands, num_free=max(num_free, 0))
         num_left = {batch.id: batch.num_left for batch in found}
         tenants: dict[tuple[str, ...], list[Demand]] = {}
         for one in sorted(demands, key=lambda it: math.inf if it.due is None else it.due):
@@ -134,6 +142,13 @@ class FreePlaces:
             num_waiting=num_waiting,
             due=batch.expires_at if batch.id in here.late else None,
         )
+
+
+def _waits_for_first(found: Sequence[Batch], in_flight: Mapping[str, int]) -> bool:
+    """Whether an owner has batches and no line at the scheduler, where others have some: it does
+    not wait until a page of their lines has ended."""
+    served = {batch.owner for batch in found if in_flight.get(batch.id)}
+    return bool(served) and any(batch.owner not in served and batch.num_left for batch in found)
 
 
 class _Speed:

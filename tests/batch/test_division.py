@@ -100,6 +100,30 @@ def test_a_batch_that_comes_when_another_ends_begins_at_once():
         assert claim.limit == CONFIG.high_watermark - here.num
 
 
+def test_an_owner_without_a_line_at_the_scheduler_gets_the_next_place():
+    """A page of another's lines would have to end before."""
+    with contextlib.closing(Database("sqlite://")) as database:
+        database.is_shared = True
+        store = BatchStore(database, clock=Clock())
+        store.join("me", lease_s=10**9)
+        shares = {owner: Share((owner,), (1.0,)) for owner in ("large", "small")}
+        claims = FreePlaces(store, CONFIG, lambda owner, tenant: shares[owner])
+        large = in_progress(store, [new_line(n, key(n)) for n in range(200)], owner="large")
+        for num_free in (0, 1, 5):
+            here = Here(in_flight={large: CONFIG.high_watermark - num_free})
+            found = store.open()
+            assert not claims.are_due(here.num, found, here.in_flight)
+            assert not claims.next(found, here)
+        small = in_progress(store, [new_line(n, key(n)) for n in range(3)], owner="small")
+        found = store.open()
+        assert not claims.are_due(CONFIG.high_watermark, found, {large: CONFIG.high_watermark})
+        assert claims.are_due(here.num, found, here.in_flight)
+        taken = {one.parts[0].batch_id: one.limit for one in claims.next(found, here)}
+        assert taken[small] == 3 and sum(taken.values()) <= 5
+        here = Here(in_flight={large: CONFIG.high_watermark - 6, small: 1})
+        assert not claims.are_due(here.num, found, here.in_flight), "pages as before"
+
+
 @pytest.mark.parametrize(
     ("speeds", "is_known"), [((1.0, 0.6), True), ((1.0, 0.8, 0.5), True), ((1.0, 0.6), False)]
 )
