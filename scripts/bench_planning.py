@@ -233,12 +233,19 @@ def print_table(results: dict[str, Any]) -> None:
 
 def parse() -> argparse.Namespace:
     planning = [name for name, entry in POLICIES.items() if entry.make is not None]
+    learning = [name for name in planning if POLICIES[name].predictor is None]
     stock = ["fcfs", "lpm", "priority"]
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--policies", nargs="*", choices=planning, default=planning, help="default: all that plan")
+    add(
+        "--policies",
+        nargs="*",
+        choices=planning,
+        default=learning,
+        help="default: all that need no profile",
+    )
     add("--stock", nargs="*", choices=[*stock, "dfs-weight"], default=stock, help=" ".join(stock))
     add("--waiting", type=int, default=100_000, help="offline requests (100,000)")
     add("--running", type=int, default=200, help="request slots (200)")

@@ -38,6 +38,7 @@ class FakeRequest:
     request_class: RequestClass = RequestClass.ONLINE
     slo: Slo = field(default_factory=Slo)
     tier: int = 0
+    tenant: str = ""
     traits: Traits = PLAIN
     arrival_s: float = 0.0
     first_token_s: float | None = None

@@ -101,6 +101,12 @@ class Request(Protocol):
         ...
 
     @property
+    def tenant(self) -> str:
+        """Who sent it: ``KEY/TENANT`` or ``KEY``, by the names of the configuration; empty: not
+        known."""
+        ...
+
+    @property
     def traits(self) -> Traits: ...
 
     @property

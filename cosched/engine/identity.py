@@ -28,14 +28,16 @@ def calibrator_of(
     graphs: GraphSizes | None = None,
 ) -> Calibrator:
     """Starts from the configuration's profile; cold without one, or where no plan depends on time.
-    cosched's own predictor goes on learning from there, those of papers keep their form.
-    ConfigError when the profile is of another engine."""
+    cosched's own predictor goes on learning from there, those of papers keep their form; that of a
+    policy which names one is used as it is. ConfigError when the profile is of another engine."""
     entry = policy_entry(config.policy)
     if config.latency_model is None or not entry.timed:
         return Calibrator(graphs=graphs)
     expected = identity_of(server_args, model_config())
     profile = Profile.of_engine(Path(config.latency_model), expected)
     shape = profile.predictor_named(config.predictor or entry.predictor)
+    if entry.predictor is not None:
+        return Calibrator(shape, corrects=False)
     points = profile.points if isinstance(shape, CoschedPredictor) else ()
     return Calibrator(shape, graphs=graphs, points=[(p.batch, p.seconds) for p in points])
 

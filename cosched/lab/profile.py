@@ -2,6 +2,7 @@
 
 `measure` drives an engine through designed batches, fits the latency predictor and writes a
 profile, with which a policy starts (`--latency-model`) and a simulation can run (`--profile`).
+`errors` compares the predictors of the papers and cosched's on such profiles.
 `slo` searches the largest latency budget, or rate of offline requests, with which a workload meets
 its goals in virtual time (HyGen's SLO-aware profiler).
 Each prints a table and, as its last line, one JSON object.
@@ -27,7 +28,6 @@ from functools import partial
 from typing import Annotated, Any
 
 import msgspec
-import numpy as np
 from cyclopts import Parameter
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -37,6 +37,7 @@ from cosched.cli import (
     Count,
     JsonOption,
     NewFile,
+    OldFile,
     Part,
     Positive,
     Seed,
@@ -46,7 +47,6 @@ from cosched.cli import (
     run,
 )
 from cosched.config import Config, configured
-from cosched.core.batch import BatchShape, BatchTotals
 from cosched.engine.arguments import bind_cpu_threads, engine_arguments, resolve
 from cosched.engine.support import check_arguments, why_mixing_is_slow
 from cosched.errors import ConfigError, choices
@@ -56,6 +56,7 @@ from cosched.lab.cost_models.cost_model import PrefixReads
 from cosched.lab.cost_models.specs import GPUS
 from cosched.lab.metrics.goals import Goal, parse_goal
 from cosched.lab.profiling.design import design_rounds
+from cosched.lab.profiling.predictor_errors import TITLES, Split, graphs_of, markdown
 from cosched.lab.simulation.options import (
     CostOptions,
     DataDir,
@@ -76,7 +77,7 @@ from cosched.lab.simulation.run import (
 from cosched.lab.simulation.run_spec import RunSpec
 from cosched.lab.simulation.search import PARAMETERS, Boundary, Search, search
 from cosched.lab.simulation.setting import setting_of
-from cosched.predict.fitted import FittedPredictor, GraphSizes, fit_predictor, summarise
+from cosched.predict.fitted import FittedPredictor, GraphSizes, fit_predictor
 from cosched.predict.profile_file import EngineIdentity, MeasuredPoint, Profile
 from cosched.versions import versions
 
@@ -263,22 +264,13 @@ class Measure(JsonOption):
     def _errors(self, points: Sequence[MeasuredPoint], graphs: GraphSizes | None) -> dict[str, Any]:
         """Print and return the predictor's relative errors on held-out points, by kind of batch and
         of "all". ConfigError if there are too few points to hold some out."""
-        order = np.random.default_rng(self.seed).permutation(len(points)).tolist()
-        num_held_out = round(len(points) * self.held_out)
-        if not 0 < num_held_out < len(points):
-            raise ConfigError(f"{len(points)} batches are too few to hold some out")
-        held_out = [points[i] for i in order[:num_held_out]]
+        split = Split.of(points, share=self.held_out, seed=self.seed)
+        num_held_out = len(split.held_out)
         try:
-            predictor = _fitted([points[i] for i in order[num_held_out:]], graphs)
+            errors = split.errors(PREDICTOR, graphs=graphs)
         except ConfigError as too_few:
             print(f"error unknown: {too_few}")
             return {"num_points": num_held_out, "errors": {PREDICTOR: {"not_fitted": str(too_few)}}}
-        pairs: dict[str, list[tuple[float, float]]] = {}
-        for point in held_out:
-            pair = predictor.predict_s(BatchTotals.of(point.batch)), point.seconds
-            for kind in (kind_of(point.batch), "all"):
-                pairs.setdefault(kind, []).append(pair)
-        errors = {kind: summarise(*zip(*of_kind, strict=True)) for kind, of_kind in pairs.items()}
         print(
             f"error on {num_held_out} of {len(points)} batches, fitted to the others: mean, p99 [%]"
         )
@@ -288,18 +280,45 @@ class Measure(JsonOption):
         return {"num_points": num_held_out, "errors": {PREDICTOR: by_kind}}
 
 
-def kind_of(batch: BatchShape) -> str:
-    """Which of the four kinds of designed batches this is."""
-    if not batch.prefills:
-        return "decode"
-    if batch.decodes:
-        return "mixed"
-    return "cached prefill" if any(p.num_cached for p in batch.prefills) else "prefill"
-
-
 def _fitted(points: Sequence[MeasuredPoint], graphs: GraphSizes | None) -> FittedPredictor:
     batches, seconds = [p.batch for p in points], [p.seconds for p in points]
     return fit_predictor(PREDICTOR, batches, seconds, graphs=graphs)
+
+
+@app.command(name="errors")
+@dataclass(kw_only=True)
+class PredictorErrors(JsonOption):
+    """Compare the predictors of the papers and cosched's on profiles.
+
+    Each form is fitted to a part of a profile's batches and predicts the others. The table has the
+    mean and p99 of the relative errors, by kind of batch.
+    """
+
+    profiles: Annotated[tuple[OldFile, ...], Parameter(metavar="FILE")] = field(kw_only=False)
+    """profiles, made by `cosched profile measure`"""
+    held_out: Part = 0.25
+    """share of the batches that is not fitted"""
+    seed: Seed = 0
+    """seed of what is held out"""
+    write: NewFile | None = None
+    """the table, as Markdown"""
+
+    def __call__(self) -> int:
+        found: dict[str, dict[str, Any]] = {}
+        for path in self.profiles:
+            profile = Profile.load(path)
+            name = path.stem if profile.engine is None else profile.engine.device
+            split = Split.of(profile.points, share=self.held_out, seed=self.seed)
+            found[name] = {
+                predictor: split.errors(predictor, graphs=graphs_of(profile))
+                for predictor in TITLES
+            }
+        rows = [*markdown(found)]
+        print(*rows, sep="\n")
+        self.save(self.write, lambda path: write_whole(path, "\n".join(rows) + "\n"))
+        return self.finish(
+            {"seed": self.seed, "held_out": self.held_out, "errors": msgspec.to_builtins(found)}
+        )
 
 
 @app.command(

@@ -93,12 +93,16 @@ class Calibrator(Predictor):
         *,
         graphs: GraphSizes | None = None,
         points: Sequence[tuple[BatchShape, float]] = (),
+        corrects: bool = True,
     ) -> None:
         """shape   predictor of this machine and model; None: start cold
         graphs     sizes with CUDA graphs, for fitting; None: there are none
         points     iterations and their times [s] that the shape was fitted to: it is fitted again
                    to these and to what is observed; without them a given shape keeps its form
+        corrects   False: predictions are those of a given shape, without scale and margin
         """
+        assert corrects or (shape is not None and not points), "it must know what it predicts"
+        self._corrects = corrects
         self._phases = {has_prefills: _Phase(shape) for has_prefills in (False, True)}
         self._graphs = graphs
         self._known: _Sizes | None = None if shape and not points else _Sizes()
@@ -193,6 +197,8 @@ class Calibrator(Predictor):
         if totals.num_loaded:
             return  # it may have waited for that
         self.num_observed += 1
+        if not self._corrects:
+            return
         phase = self._phases[totals.num_new > 0]
         observed = _Observation(self.num_observed, totals, seconds)
         if phase.shape is not None and self.knows(totals):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,9 +14,11 @@ import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched import serve
 from cosched.config import ENV_VAR, Config
 from cosched.core.batch import BatchShape, BatchTotals, Prefill
+from cosched.engine.identity import STANDS_FOR, calibrator_of
 from cosched.errors import ConfigError
 from cosched.lab import profile
 from cosched.lab.cost_models.registry import make_cost_model
+from cosched.lab.profiling.predictor_errors import kind_of
 from cosched.lab.simulation.run import execute
 from cosched.lab.simulation.setting import setting_of
 from cosched.predict.fitted import PREDICTORS, fit_predictor
@@ -41,13 +44,18 @@ def virtual(tmp_path_factory):
     )
 
 
-def measure(*argv):
+def run_command(*argv):
+    """The last line that it prints."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(ENV_VAR, "")
         lines = []
         patch.setattr("builtins.print", lambda *a, **k: lines.append(a[0]))
-        profile.main(["measure", "--quiet", *argv])
+        profile.main([*argv])
     return json.loads(lines[-1])
+
+
+def measure(*argv):
+    return run_command("measure", "--quiet", *argv)
 
 
 def test_the_times_of_the_modelled_gpu_are_recovered(virtual):
@@ -55,7 +63,7 @@ def test_the_times_of_the_modelled_gpu_are_recovered(virtual):
     assert result["num_points"] > 190 and result["about"]["num_discarded"] == 0
     assert result["held_out"]["errors"]["cosched"]["all"]["mean"] < 0.02
     loaded = Profile.load(path)
-    assert {profile.kind_of(p.batch) for p in loaded.points} == {
+    assert {kind_of(p.batch) for p in loaded.points} == {
         "decode",
         "prefill",
         "cached prefill",
@@ -172,6 +180,33 @@ def test_a_policy_plans_with_a_papers_predictor_fitted_to_the_profile(virtual, n
     assert result.summary.online.num_finished > 0
     with pytest.raises(ConfigError, match="name latency_model"):
         execute(spec)
+
+
+@pytest.mark.parametrize(("policy", "form"), [("hygen-literal", "hygen"), ("echo-literal", "echo")])
+def test_a_literal_policy_plans_with_its_papers_predictor_as_it_was_fitted(virtual, policy, form):
+    with pytest.raises(ValueError, match=f"predictor '{form}': .* name latency_model"):
+        Config(policy=policy)
+    loaded = Profile.load(virtual[0])
+    stand_in = SimpleNamespace(hf_config=SimpleNamespace(**{STANDS_FOR: asdict(loaded.engine)}))
+    config = Config(policy=policy, latency_model=str(virtual[0]))
+    predictor = calibrator_of(None, lambda: stand_in, config)
+    for point in loaded.points[:40]:
+        predictor.observe(point.batch, 3 * point.seconds)
+    fitted = loaded.predictor_named(form)
+    for point in loaded.points[:40]:
+        totals = BatchTotals.of(point.batch)
+        assert predictor.predict_s(totals) == fitted.predict_s(totals)
+
+
+def test_the_predictors_of_the_papers_are_compared_on_profiles(virtual, tmp_path):
+    page = tmp_path / "errors.md"
+    result = run_command("errors", str(virtual[0]), "--write", str(page))
+    (of_engine,) = result["errors"].values()
+    assert of_engine.keys() == PREDICTORS.keys()
+    means = {name: errors["all"]["mean"] for name, errors in of_engine.items()}
+    assert min(means, key=means.__getitem__) == "cosched" and means["cosched"] < 0.02
+    rows = page.read_text().splitlines()
+    assert len(rows) == 2 + len(PREDICTORS) and "HyGen" in rows[2] and " / " in rows[2]
 
 
 def test_a_predictor_is_chosen_by_name_for_a_policy_that_predicts():

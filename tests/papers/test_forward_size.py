@@ -31,7 +31,7 @@ def test_without_a_fixed_cost_the_least_will_do_and_with_one_alone_only_the_larg
 
 
 def test_attention_makes_long_prompts_slower_and_the_best_is_before_that():
-    slow = HygenPredictor(coefficients=(0.1, 1e-4, 0.0, 1e-7, 0.0, 0.0, 0.0, 0.0))
+    slow = HygenPredictor(coefficients=(0.1, 1e-4, 0.0, 1e-7, 0.0, 0.0, 0.0))
     assert LEAST < target_forward_size(slow) < 1024
 
 

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from cosched.core.plan import SkipReason
 from cosched.papers.hygen.sarathi import SarathiPolicy, ThrottledPolicy
+from cosched.papers.hygen.victims import NUM_ALIKE
 from cosched.schedule.validate import validate
 from tests.factories import FakeView, decoding, make_caps, offline, online, prefilled
 
@@ -66,6 +67,33 @@ def plan_of(view):
             {"a": 300},
             ["young"],
             id="the youngest offline request is preempted for memory",
+        ),
+        pytest.param(
+            {
+                "total_kv": 1000,
+                "running": tuple(
+                    decoding(offline(rid, num))
+                    for rid, num in (("old", 300), ("large", 350), ("small", 50))
+                ),
+                "online": [online("a", 400)],
+            },
+            {"a": 400},
+            ["large"],
+            id="one large offline request is preempted rather than several",
+        ),
+        pytest.param(
+            {
+                "total_kv": 10_000,
+                "running": (
+                    decoding(offline("first", 2000)),
+                    *(decoding(offline(f"o{i}", 500)) for i in range(NUM_ALIKE)),
+                ),
+                "online": [online("a", 4400)],
+                "caps": make_caps(max_chunk_tokens=8192, max_prefill_tokens=8192),
+            },
+            {"a": 4400},
+            [f"o{NUM_ALIKE - 1}"],
+            id="but none that is far ahead in the queue",
         ),
         pytest.param(
             {

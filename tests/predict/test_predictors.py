@@ -121,7 +121,7 @@ class TestEveryPredictor:
 @pytest.mark.parametrize(
     ("own", "tolerance"),
     [
-        (HygenPredictor(coefficients=(5e-3, 3e-5, 2e-8, 1e-9, 1e-14, 4e-5, 1e-5, 2e-9)), 1e-3),
+        (HygenPredictor(coefficients=(5e-3, 3e-5, 2e-8, 1e-9, 1e-14, 4e-5, 1e-5)), 1e-3),
         (BrosPredictor(prefill=(6e-5, 1e-9, 9e-3), decode=(2e-5, 2e-10, 8e-3)), 1e-3),
         # Of the lengths between which the floor may end, none need be its very end.
         (
@@ -265,9 +265,9 @@ def test_what_cannot_be_fitted_is_refused(name, batches, seconds, message):
     [
         ("hygen", {"predictor": "oracle"}, "unknown predictor 'oracle'; choose from bros"),
         ("hygen", {"predictor": None}, "unknown predictor None"),
-        ("hygen", {"coefficients": [1.0]}, r"is \[1\.0\]; it must be a list of 8 numbers"),
-        ("hygen", {"coefficients": [1, 2, 3, -4, 5, 6, 7, 8]}, r"coefficients\[3\] is -4"),
-        ("hygen", {"coefficients": [1, "2", 3, 4, 5, 6, 7, 8]}, r"coefficients\[1\] is '2'"),
+        ("hygen", {"coefficients": [1.0]}, r"is \[1\.0\]; it must be a list of 7 numbers"),
+        ("hygen", {"coefficients": [1, 2, 3, -4, 5, 6, 7]}, r"coefficients\[3\] is -4"),
+        ("hygen", {"coefficients": [1, "2", 3, 4, 5, 6, 7]}, r"coefficients\[1\] is '2'"),
         ("cosched", {"decode": 7}, "decode is 7; it must have graphs, level and costs"),
         ("cosched", {"prefill": {"graphs": [], "level": [1.0], "costs": []}}, "level is"),
         ("cosched", {"decode": {"graphs": [-1], "level": [], "costs": []}}, r"graphs\[0\] is -1"),

@@ -118,7 +118,9 @@ class SoakSpec:
         return asdict(self) | {"kv_tokens": self.capacity}
 
 
-_BROS = tuple(name for name in POLICIES if name.startswith("bros"))
+_BROS = tuple(
+    name for name, of in POLICIES.items() if name.startswith("bros") and of.predictor is None
+)
 _COSCHED = tuple(name for name in POLICIES if name.startswith("cosched"))
 _ECO = tuple(name for name in POLICIES if name.startswith("eco"))
 

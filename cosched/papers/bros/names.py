@@ -22,7 +22,7 @@ _BROS = {
         BrosOptions(late_last=True),
     ),
     "bros-literal-cost": (
-        "bros with its own cost model, where a profile is given",
+        "bros with its own cost model, which needs a profile",
         "BROS §4.1 (cost model C)",
         BrosOptions(),
     ),

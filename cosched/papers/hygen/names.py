@@ -7,6 +7,7 @@ from typing import Any
 
 from cosched.papers.hygen.policy import HygenPolicy
 from cosched.papers.hygen.sarathi import SarathiPolicy, ThrottledPolicy
+from cosched.papers.hygen.token_counters import VtcPolicy
 from cosched.pool.prefix_pool import PoolConfig
 from cosched.schedule.base import Policy, PolicySettings
 from cosched.schedule.entry import MIXED_CHUNK, PolicyEntry
@@ -14,7 +15,7 @@ from cosched.schedule.entry import MIXED_CHUNK, PolicyEntry
 _entry = partial(PolicyEntry, server_flags=MIXED_CHUNK)
 
 
-def sarathi(settings: PolicySettings) -> Policy[Any]:
+def _sarathi(settings: PolicySettings) -> Policy[Any]:
     return SarathiPolicy()
 
 
@@ -29,7 +30,7 @@ ENTRIES = (
         name="sarathi",
         summary="Sarathi++: online first, then offline, in a fixed token budget",
         source="HyGen §5.1 (baseline)",
-        make=sarathi,
+        make=_sarathi,
     ),
     _entry(
         name="hygen-throttled",
@@ -53,6 +54,25 @@ ENTRIES = (
         source="HyGen §5 (ablation: without prefix sharing maximization)",
         make=HygenPolicy,
         groups=True,
+        timed=True,
+    ),
+    _entry(
+        name="hygen-literal",
+        summary="hygen with its own predictor of iteration times, which needs a profile",
+        source="HyGen §4.2 (Eq. 1)",
+        make=HygenPolicy,
+        groups=True,
+        pool=PoolConfig(),
+        timed=True,
+        predictor="hygen",
+    ),
+    _entry(
+        name="hygen-vtc",
+        summary="hygen that is fair among the tenants of online requests",
+        source="HyGen §4.1 (Virtual Token Counter)",
+        make=VtcPolicy,
+        groups=True,
+        pool=PoolConfig(),
         timed=True,
     ),
 )

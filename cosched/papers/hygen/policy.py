@@ -18,7 +18,17 @@ Deviations from the paper
   since times of requests in one batch do not add up.
 * Offline requests are never preempted for time, only left out of an iteration (partial decode).
 * The offline order is that of the pool.
-* The youngest offline requests are preempted first ("original priority").
+* Of the offline requests to preempt: `cosched.papers.hygen.victims`.
+* The paper's offline scheduler is a process of its own (Algorithm 2, ASYNC_SCHEDULER): it plans the
+  next batch from the expected state after this one while this one runs, gets and sends batches by
+  message queues, and the main process corrects what it gets for requests that arrived meanwhile.
+  Here SGLang's overlap scheduler has that effect in one process: the GPU runs an iteration while
+  the next one is planned, from the state that it will leave. It is planned at the last moment, so
+  that arrivals are in the plan and need no correction (`cosched.engine.features.plan_timing`);
+  ``plan_early`` plans as early as the paper does. The history of K steps for a pipeline of K stages
+  is the engine's (docs/architecture.md, Pipeline parallelism).
+* `hygen` predicts with cosched's predictor, which learns while the server runs. `hygen-literal`
+  predicts with the paper's, fitted to a profile, with no correction and no margin (`predictor`).
 """
 
 from __future__ import annotations
@@ -26,6 +36,7 @@ from __future__ import annotations
 from cosched.core.group import RankNeeds
 from cosched.core.plan import Plan
 from cosched.core.view import View
+from cosched.papers.hygen.victims import largest_of_latest
 from cosched.schedule.base import PolicySettings
 from cosched.schedule.builder import PlanBuilder
 from cosched.schedule.online_order import rank_needs, time_budget
@@ -36,7 +47,7 @@ class HygenPolicy:
     """Two phases over a budget of predicted time. See the module's docstring and `phases`."""
 
     initial = None
-    steps = Steps()
+    steps = Steps(victims=largest_of_latest)
 
     def __init__(self, settings: PolicySettings) -> None:
         self._settings = settings

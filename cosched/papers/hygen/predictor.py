@@ -25,16 +25,17 @@ class HygenPredictor(FittedPredictor):
     """T = f(S_p, S_d, S_p^2, S_d^2, N_p, N_d), linear (HyGen §4.2, Eq. 1).
 
     S_p: new prompt tokens of the batch; S_d: context tokens of its decodes; N_p, N_d: requests.
-    Deviations: S_d counts the tokens that decodes attend to (with one new token per decode the
-    paper's "decode tokens" would be N_d once more); S_p * S_c is added, S_c the cached tokens of
-    the prefills, for chunks over a cached prefix. A mixed batch needs nothing of its own.
+    A chunk over a cached prefix costs what one over none does, and a mixed batch the sum of its
+    parts. Deviations: S_d counts the tokens that decodes attend to (with one new token per decode
+    the paper's "decode tokens" would be N_d once more); coefficients are not negative and minimise
+    relative errors, so that `max_prefill` has an answer.
 
-    coefficients  seconds per unit of each of `FEATURES`
+    coefficients  seconds of an iteration, then per unit of each of `FEATURES`
     """
 
     coefficients: tuple[float, ...]
 
-    FEATURES = ("iteration", "S_p", "S_d", "S_p^2", "S_d^2", "N_p", "N_d", "S_p*S_c")
+    FEATURES = ("iteration", "S_p", "S_d", "S_p^2", "S_d^2", "N_p", "N_d")
 
     @property
     def name(self) -> str:
@@ -69,5 +70,4 @@ def _features(totals: Any) -> tuple[Any, ...]:
         context * context,
         totals.num_prefills,
         totals.num_decodes,
-        new * totals.num_cached,
     )

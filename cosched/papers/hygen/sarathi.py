@@ -11,11 +11,12 @@ Parameters   token budget of an iteration [tokens]: the engine's ``--chunked-pre
 
 Deviations from HyGen's Algorithm 1 without its latency budget: admission counts the output a
 request may still generate (SGLang's rule), not only its prompt; and offline requests are also
-stopped when the decodes themselves would not fit in memory.
+stopped when the decodes themselves would not fit in memory. Who is preempted: `victims`.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import msgspec
@@ -23,9 +24,12 @@ import msgspec
 from cosched.core.plan import Plan
 from cosched.core.request import RequestClass
 from cosched.core.view import View
+from cosched.papers.hygen.victims import largest_of_latest
 from cosched.schedule.base import UNLIMITED
 from cosched.schedule.builder import PlanBuilder
 from cosched.schedule.phases import Steps, admit_in_order, two_phases
+
+_STEPS = Steps(victims=largest_of_latest)
 
 
 class SarathiPolicy:
@@ -33,8 +37,11 @@ class SarathiPolicy:
 
     initial = None
 
+    def __init__(self, steps: Steps = _STEPS) -> None:
+        self._steps = steps
+
     def plan(self, view: View, state: None) -> tuple[Plan, None]:
-        return _build(view, Steps()), None
+        return _build(view, self._steps), None
 
 
 class Backlog(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,7 +75,8 @@ class ThrottledPolicy:
         num_admitted = state.num_admitted - num_refused
         due = 1 + int(self._offline_rate * (view.now_s - since_s))
         most = max(due - num_admitted, 0)
-        plan = _build(view, Steps(admit=partial(admit_in_order, most=most)))
+        admit = partial(admit_in_order, most=most)
+        plan = _build(view, replace(_STEPS, admit=admit))
         last = tuple(rid for rid in plan.prefill if _waits_unserved(view, rid))
         return plan, Backlog(since_s=since_s, num_admitted=num_admitted + len(last), last=last)
 
