@@ -248,8 +248,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 raise ValueError(
                     f"unknown predictor {self.predictor!r}; choose from {choices(PREDICTORS)}"
                 )
-            if self.latency_model is None:
-                raise ValueError("predictor: it is fitted to a profile; name latency_model")
+        wanted = self.predictor or entry.predictor
+        if wanted is not None and self.latency_model is None:
+            raise ValueError(f"predictor {wanted!r}: it is fitted to a profile; name latency_model")
         if not 0 <= self.predictor_error <= 1:
             raise ValueError(f"predictor_error must be in [0, 1], not {self.predictor_error}")
         for name in ("name", "priority"):
@@ -306,15 +307,18 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return found
 
     def named_kv(self) -> KvConfig:
-        """`kv` with its order of eviction named: the policy's own unless another is given."""
-        order = self.kv.eviction or policy_entry(self.policy).eviction
+        """`kv` with order of eviction and reservation named: the policy's own unless others are
+        given."""
+        own = policy_entry(self.policy).kv
+        order = self.kv.eviction or own.eviction
+        reservation = self.kv.reservation or own.reservation
         for name, value, known in (
             ("eviction", order, EVICTION_NAMES),
-            ("reservation", self.kv.reservation, RESERVATIONS),
+            ("reservation", reservation, RESERVATIONS),
         ):
             if value not in known:
                 raise ConfigError(f"kv.{name} {value!r} is unknown: {choices(known)}")
-        return msgspec.structs.replace(self.kv, eviction=order)
+        return msgspec.structs.replace(self.kv, eviction=order, reservation=reservation)
 
     def named_pool(self) -> PoolConfig | None:
         """`pool` with its buckets named; without it the policy's own. None: it keeps none."""

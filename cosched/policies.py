@@ -18,11 +18,12 @@ from typing import Any
 
 from cosched.errors import ConfigError, CoschedError, choices
 from cosched.memory.config import ENGINE_ORDERS
-from cosched.memory.demand import DemandReservation, Reservation
+from cosched.memory.demand import DemandReservation, OnlineDemand, Reservation
 from cosched.memory.eviction import EvictionOrder, ValueOrder
 from cosched.memory.value import KvValue
 from cosched.papers.bros import names as bros
 from cosched.papers.echo import names as echo
+from cosched.papers.echo.arrival_rate import ArrivalReservation
 from cosched.papers.echo.kv_order import EchoOrder, EchoReservation
 from cosched.papers.ecoserve import names as ecoserve
 from cosched.papers.hygen import names as hygen
@@ -108,9 +109,10 @@ EVICTION_ORDERS: Mapping[str, Callable[[KvValue], EvictionOrder]] = {
     "echo": EchoOrder,
 }
 EVICTION_NAMES = (*EVICTION_ORDERS, *ENGINE_ORDERS)
-RESERVATIONS: Mapping[str, Reservation] = {
-    "cosched": DemandReservation(),
-    "echo": EchoReservation(),
+RESERVATIONS: Mapping[str, Callable[[OnlineDemand], Reservation]] = {
+    "cosched": DemandReservation,
+    "echo": EchoReservation,
+    "echo-arrivals": ArrivalReservation,
 }
 """Of `cosched.memory.config.KvConfig`."""
 

@@ -17,7 +17,8 @@ class KvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                     slru, priority: SGLang's; absent: the policy's own
     reserve         keep what online requests are expected to need from offline ones (Echo §5.3)
     reservation     cosched: demand counts contexts that are expected back, and at least the current
-                    demand is kept; echo: as published
+                    demand is kept; echo: as published; echo-arrivals: by the predicted rate of
+                    arrivals (Echo §7.4); absent: the policy's own
     deviations      deviations above the mean of online demand that are kept
     window_s        over which demand is measured [s]
     recompute_share share of the device's time that recomputing after preemptions may take; beyond
@@ -31,7 +32,7 @@ class KvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     eviction: str | None = None
     reserve: bool = True
-    reservation: str = "cosched"
+    reservation: str | None = None
     deviations: float = 2.0
     window_s: float = 300.0
     recompute_share: float = 0.25

@@ -21,7 +21,7 @@ class OnlineDemand:
 
     def __init__(self, *, window_s: float = 300.0, deviations: float = 2.0) -> None:
         self._window_s = window_s
-        self._deviations = deviations
+        self.deviations = deviations
         self._samples: deque[tuple[float, int]] = deque()
         self._sum = 0
         self._squares = 0
@@ -43,23 +43,37 @@ class OnlineDemand:
     def threshold(self) -> int:
         """Mean plus deviations of the window, as published (Echo §5.3) [tokens]; 0 before the first
         sample."""
-        count = len(self._samples)
-        if not count:
+        if not self._samples:
             return 0
-        mean = self._sum / count
-        variance = max(self._squares / count - mean * mean, 0.0)
-        return round(mean + self._deviations * math.sqrt(variance))
+        mean = self.mean
+        variance = max(self._squares / len(self._samples) - mean * mean, 0.0)
+        return round(mean + self.deviations * math.sqrt(variance))
+
+    @property
+    def mean(self) -> float:
+        """Of the window [tokens]; 0 before the first sample."""
+        return self._sum / len(self._samples) if self._samples else 0.0
 
 
 class Reservation(Protocol):
     """How much of the memory is kept.
 
     counts_returning  the demand has contexts that are expected back
+    demand            what it has been shown
     """
 
     counts_returning: bool
+    demand: OnlineDemand
 
-    def tokens(self, demand: OnlineDemand, total: int) -> int:
+    def arrived(self, now_s: float) -> None:
+        """An online request has arrived."""
+        ...
+
+    def sample(self, num_tokens: int, now_s: float) -> None:
+        """The demand is `num_tokens` now."""
+        ...
+
+    def tokens(self, total: int) -> int:
         """Of `total` ones."""
         ...
 
@@ -69,7 +83,17 @@ class DemandReservation:
 
     counts_returning = True
 
-    def tokens(self, demand: OnlineDemand, total: int) -> int:
+    def __init__(self, demand: OnlineDemand) -> None:
+        self.demand = demand
+
+    def arrived(self, now_s: float) -> None:
+        """It is seen in the demand."""
+
+    def sample(self, num_tokens: int, now_s: float) -> None:
+        self.demand.sample(num_tokens, now_s)
+
+    def tokens(self, total: int) -> int:
+        demand = self.demand
         now = min(demand.now, total)  # it counts contexts that may come back: more than fits
         most = now + int(_MAX_RESERVED * (total - now))
         return min(max(demand.now, demand.threshold), most)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+from cosched.memory.config import KvConfig
 from cosched.pool.prefix_pool import PoolConfig
 from cosched.predict.length_estimator import LengthConfig
 from cosched.schedule.base import Policy, PolicySettings
@@ -25,7 +27,8 @@ class PolicyEntry:
     source        where it comes from
     make          builds it for an engine; None: the engine's own scheduler decides
     pool          order of waiting offline requests, unless the configuration says; None: arrival
-    eviction      which KV goes first, unless the configuration says (`KvConfig.eviction`)
+    kv            which KV goes first and how much is kept for online requests, unless the
+                  configuration says (`eviction` and `reservation` alone count)
     tolerates     it keeps the slowdown of online requests within `Config.tolerance`
     groups        it plans ranks that step together (DP attention) and the microbatches of a
                   pipeline: it is a `GroupPolicy`
@@ -33,8 +36,9 @@ class PolicyEntry:
                   use one clock
     early         an iteration is planned as soon as the one before it runs (`Config.plan_early`)
     length        how reply lengths are estimated, unless the configuration says
-    predictor     the form of its predictor, fitted to the points of the profile where one is given
-                  (`cosched.predict.fitted`); None: the profile's own
+    predictor     the form of its predictor (`cosched.predict.fitted`), fitted to the points of a
+                  profile, which it needs, and not corrected by what is measured later; None:
+                  cosched's, which learns
     section       name of the section of the configuration that is its own (`PolicySettings.own`)
     server_flags  SGLang server arguments it needs, by field name
     source_file   of a policy of another package: the file with its code
@@ -45,7 +49,7 @@ class PolicyEntry:
     source: str
     make: Callable[[PolicySettings], Policy[Any]] | None = None
     pool: PoolConfig | None = None
-    eviction: str = "value"
+    kv: KvConfig = field(default_factory=partial(KvConfig, eviction="value", reservation="cosched"))
     length: LengthConfig = field(default_factory=LengthConfig)
     timed: bool = False
     early: bool = False

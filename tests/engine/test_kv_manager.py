@@ -13,6 +13,7 @@ from cosched.engine.features import kv_manager as kv
 from cosched.engine.features.kv_manager import KvManager
 from cosched.engine.tracked import num_cached
 from cosched.memory.config import KvConfig
+from cosched.memory.demand import DemandReservation
 from tests.engine.conftest import OFFLINE, prompt, view_now, watch_plans
 from tests.engine.test_offline_gate import send_limits
 
@@ -33,7 +34,7 @@ def test_growth_of_the_demand_is_reserved_up_to_a_share_of_the_rest(
     manager = object.__new__(KvManager)
     manager.config = KvConfig()
     manager._scheduler = None
-    manager.demand = SimpleNamespace(now=now, threshold=reserve)
+    manager.reservation = DemandReservation(SimpleNamespace(now=now, threshold=reserve))
     assert manager.online_reservation == kept
 
 
@@ -41,9 +42,9 @@ def test_the_reservation_of_echo_is_mean_and_deviations_of_what_online_requests_
     config = {"kv": {"reservation": "echo", "window_s": 3600}}
     manager = make_engine(policy="hygen", config=config).scheduler.cosched.kv
     for second, num_tokens in enumerate((0, 300, 0)):
-        manager.demand.sample(num_tokens, float(second))
+        manager.reservation.sample(num_tokens, float(second))
     assert manager.online_reservation == pytest.approx(100 + 2 * 141.4, abs=1)
-    manager.demand.sample(10**9, 3.0)
+    manager.reservation.sample(10**9, 3.0)
     assert manager.online_reservation == kv.port.kv_total(manager._scheduler)
 
 

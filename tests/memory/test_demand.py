@@ -16,7 +16,7 @@ def test_mean_and_deviations_of_the_window_and_never_less_than_now(samples, devi
     demand = OnlineDemand(window_s=20.0, deviations=deviations)
     for second, value in enumerate(samples):
         demand.sample(value, float(second))
-    kept = DemandReservation().tokens(demand, 10**9)
+    kept = DemandReservation(demand).tokens(10**9)
     if not samples:
         assert kept == 0
         return

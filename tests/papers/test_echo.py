@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from cosched.core.kv_state import Match
 from cosched.core.plan import SkipReason
 from cosched.core.request import Slo
-from cosched.papers.echo.policy import EchoPolicy
+from cosched.papers.echo.policy import EchoPolicy, RegularEchoPolicy
 from cosched.papers.hygen.policy import HygenPolicy
 from cosched.pool.prefix_pool import PoolConfig, PrefixPool
 from cosched.schedule.base import Budgets, PolicySettings
@@ -106,6 +106,20 @@ def test_a_long_context_waits_where_the_longest_makes_the_iteration_long():
 
     assert first(longest_s=0.0) == "long"
     assert first(longest_s=1e-4) == "short"
+
+
+@pytest.mark.parametrize(("context", "regular"), [(300, "short"), (2500, "long")])
+def test_candidates_are_of_about_the_lengths_of_the_batch(context, regular):
+    pool = pool_of(waiting("short", ("b", 200)), waiting("long", ("a", 2100)), boundaries=(1000,))
+    running = tuple(decoding(offline(f"o{i}", context)) for i in range(4))
+    view = FakeView(caps=CAPS, running=running, offline=pool, total_kv=99_999)
+
+    def first(policy, **fields):
+        return next(iter(plan_of(replace(view, **fields), policy=policy).prefill))
+
+    assert first(EchoPolicy) == "long", "it has the best score"
+    assert first(RegularEchoPolicy) == regular
+    assert first(RegularEchoPolicy, cached={"long": cached(2000)}) == "long", "it is cached"
 
 
 def test_evicting_what_another_would_reuse_counts_against_a_candidate():

@@ -159,6 +159,7 @@ class KvManager(Feature):
         value = KvValue(self.reuse, self.costs, late_weight=config.late_weight)
         value.transfer_s = transfer_s_of(scheduler, config.host_bandwidth_gb_s)
         assert config.eviction is not None, "resolved, and one of `EVICTION_ORDERS`"
+        assert config.reservation is not None, "resolved, and one of `RESERVATIONS`"
         self.leaves = Leaves(EVICTION_ORDERS[config.eviction](value), value)
         self.copies: Leaves | None = None
         """Copies in host memory that can be given up; None: there is no host memory."""
@@ -173,7 +174,9 @@ class KvManager(Feature):
             self.core.use_host(self.copies, partial(port.host_free, scheduler))
         self.core.watch(scheduler.tree_cache, self.leaves, self.readers, is_given=self._is_ranked)
         self._uses = UseCount(self.core, value)
-        self.demand = OnlineDemand(window_s=config.window_s, deviations=config.deviations)
+        self.reservation = RESERVATIONS[config.reservation](
+            OnlineDemand(window_s=config.window_s, deviations=config.deviations)
+        )
         self._gone: list[TrackedRequest] = []
         self._num_plans = 0
         self._learnt_s = -math.inf
@@ -185,7 +188,9 @@ class KvManager(Feature):
     def on_arrival(self, request: TrackedRequest) -> None:
         if self.plans and request.request_class is RequestClass.ONLINE:
             hashes = block_hashes(request.req.origin_input_ids)
-            turn = self.reuse.arrived(hashes, self._waiting.clock.now_s())
+            now_s = self._waiting.clock.now_s()
+            turn = self.reuse.arrived(hashes, now_s)
+            self.reservation.arrived(now_s)
             self._visitors[request.rid] = _Visitor(hashes, turn)
 
     def on_queued(self, request: TrackedRequest) -> None:
@@ -298,13 +303,13 @@ class KvManager(Feature):
         self._device_turnover.learn(self.core.evicted["all"], elapsed_s)
         self._host_turnover.learn(self.core.evicted["host"], elapsed_s)
         self._learnt_s = now_s
-        self.demand.sample(self._online_tokens(num_own), now_s)
+        self.reservation.sample(self._online_tokens(num_own), now_s)
 
     def _online_tokens(self, num_own: int) -> int:
         """Held by online requests, and needed by those that are expected to continue. num_own:
         those that they hold outside the tree."""
         held = num_own + self.core.num_held_online
-        if not RESERVATIONS[self.config.reservation].counts_returning:
+        if not self.reservation.counts_returning:
             return held
         expected = self.reuse.expected_tokens()
         # KV in host memory needs no place on the device until it is used again. It counts by the
@@ -377,5 +382,4 @@ class KvManager(Feature):
         """Tokens that are reserved for online requests (`KvState.kept`)."""
         if not self.config.reserve:
             return 0
-        reservation = RESERVATIONS[self.config.reservation]
-        return reservation.tokens(self.demand, port.kv_total(self._scheduler))
+        return self.reservation.tokens(port.kv_total(self._scheduler))

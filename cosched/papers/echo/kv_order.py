@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from cosched.memory.demand import OnlineDemand
+from cosched.memory.demand import DemandReservation
 from cosched.memory.node import KvNode
 from cosched.memory.value import KvValue
 
@@ -24,10 +24,10 @@ class EchoOrder:
         return math.inf
 
 
-class EchoReservation:
+class EchoReservation(DemandReservation):
     """Mean plus deviations of what online requests hold (§5.3)."""
 
     counts_returning = False
 
-    def tokens(self, demand: OnlineDemand, total: int) -> int:
-        return min(demand.threshold, total)
+    def tokens(self, total: int) -> int:
+        return min(self.demand.threshold, total)

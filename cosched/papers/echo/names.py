@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from functools import partial
 
-from cosched.papers.echo.policy import EchoPolicy
-from cosched.papers.hygen.names import sarathi
-from cosched.papers.hygen.policy import HygenPolicy
+from cosched.memory.config import KvConfig
+from cosched.papers.echo.policy import EchoPolicy, EstimatingPolicy, RegularEchoPolicy
+from cosched.papers.hygen.sarathi import SarathiPolicy
 from cosched.pool.prefix_pool import PoolConfig
 from cosched.schedule.entry import MIXED_CHUNK, PolicyEntry
+from cosched.schedule.phases import Steps
 
 _entry = partial(PolicyEntry, server_flags=MIXED_CHUNK)
 
@@ -17,13 +18,13 @@ ENTRIES = (
         name="echo-bs",
         summary="Echo's base: online first, then offline in the order of arrival; no SLO awareness",
         source="Echo §7.1 (BS)",
-        make=sarathi,
+        make=lambda _: SarathiPolicy(Steps()),
     ),
     _entry(
         name="echo-bs+e",
         summary="echo-bs in a budget of predicted time, from the tightest online deadline",
         source="Echo §7.1 (BS+E)",
-        make=HygenPolicy,
+        make=EstimatingPolicy,
         timed=True,
     ),
     _entry(
@@ -40,7 +41,27 @@ ENTRIES = (
         source="Echo §4.2, §7.1 (BS+E+S+M)",
         make=EchoPolicy,
         pool=PoolConfig(num_buckets=4),
-        eviction="echo",
+        kv=KvConfig(eviction="echo", reservation="cosched"),
         timed=True,
+    ),
+    _entry(
+        name="echo-regular",
+        summary="Echo complete, with candidates of about the lengths of the current batch",
+        source="Echo §6 (the appropriate bucket based on the current batch)",
+        make=RegularEchoPolicy,
+        pool=PoolConfig(num_buckets=4),
+        kv=KvConfig(eviction="echo", reservation="echo"),
+        timed=True,
+    ),
+    _entry(
+        name="echo-literal",
+        summary="echo-regular with Echo's own predictor of iteration times, which needs a profile, "
+        "and its estimate of arrivals",
+        source="Echo §5.2 (Eq. 6 to 8), §7.4",
+        make=RegularEchoPolicy,
+        pool=PoolConfig(num_buckets=4),
+        kv=KvConfig(eviction="echo", reservation="echo-arrivals"),
+        timed=True,
+        predictor="echo",
     ),
 )

@@ -25,20 +25,35 @@ Which KV goes first is the order of eviction's to decide (``echo-bs+e+s+m``: tha
 plan knows which prefixes its candidates would reuse and how much room is left: evictions count as
 punishment once everything else is gone.
 
-Deviations from the paper, with reasons: docs/policies.md.
+Deviations from the paper
+
+* Candidates are the first of each bucket, not all requests of the pool: a plan has some
+  milliseconds. `RegularEchoPolicy` takes only the bucket that fits the lengths of the batch (§6).
+* The regularity of a batch is not in the score by itself: it is in the predicted time, as far as
+  the predictor has the longest context (§5.2, Eq. 7).
+* The base is SGLang with mixed batches. A running request that does not fit pauses, it is not
+  preempted; preempted ones keep their KV in the radix tree until the memory is needed.
+* Punishment knows the prefixes of the candidates, and assumes that the cache gives up what no
+  request waits for first.
+* `echo-bs+e`, `+s` and `+m` predict with cosched's predictor, which learns while the server runs.
+  `echo-literal` predicts with the paper's, fitted to a profile, with no correction and no margin.
+* Deadlines count from the first token (`cosched.schedule.deadlines`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
-from cosched.core.request import Request
+from cosched.core.request import Request, num_tokens_of
 from cosched.core.view import OfflineOrder
 from cosched.papers.hygen.policy import HygenPolicy
+from cosched.papers.hygen.victims import latest_by
 from cosched.schedule.builder import PlanBuilder
 from cosched.schedule.candidates import Candidate, admit_best, punishments
-from cosched.schedule.phases import Steps, shortest_first, youngest_first
+from cosched.schedule.phases import Steps, shortest_first
 
 
 def best_batch(
@@ -60,18 +75,35 @@ def best_batch(
     return fitting[max(range(len(fitting)), key=score)]
 
 
+def regular_batch(
+    builder: PlanBuilder,
+    order: OfflineOrder,
+    fitting: Sequence[Candidate],
+    benefit: int,
+    seconds: float,
+) -> Candidate:
+    """`best_batch` of the bucket whose lengths are nearest to those in the batch, and of what is
+    cached: "the scheduler selects requests from the tree corresponding to the appropriate bucket
+    based on the current batch and the KV cache" (Echo §6). Near is a ratio: 2,000 tokens are as
+    near to 1,000 as to 4,000."""
+    totals = builder.ledger.totals
+    num_requests = totals.num_decodes + totals.num_prefills
+    if num_requests:
+        mean = (totals.decode_context + totals.num_new + totals.num_cached) / num_requests
+        nearest = min(fitting, key=lambda c: abs(math.log(num_tokens_of(c.request) / mean)))
+        fitting = [c for c in fitting if c.bucket == nearest.bucket or c.match.cached]
+    return best_batch(builder, order, fitting, benefit, seconds)
+
+
 def _least_loss_first(builder: PlanBuilder) -> list[Request]:
-    """Of the `_VICTIMS` youngest first the one that loses least by recomputing."""
-    victims = [*youngest_first(builder)]
-    num_unfinished = sum(1 for victim in victims if victim in builder.view.unfinished)
-    end = num_unfinished + _VICTIMS
-    few = victims[num_unfinished:end]
-    few.sort(key=builder.view.preemption_gain)  # of equals the youngest
-    return [*victims[:num_unfinished], *few, *victims[end:]]
+    """Of the latest the one that loses least by recomputing."""
+    return latest_by(builder, builder.view.preemption_gain)
 
 
-_VICTIMS = 8
-"""Running requests among which the one to stop is chosen."""
+class EstimatingPolicy(HygenPolicy):
+    """BS+E: the base in a budget of predicted time."""
+
+    steps = Steps()
 
 
 class EchoPolicy(HygenPolicy):
@@ -82,3 +114,9 @@ class EchoPolicy(HygenPolicy):
         victims=_least_loss_first,
         decode_order=shortest_first,
     )
+
+
+class RegularEchoPolicy(EchoPolicy):
+    """Echo with candidates of about the lengths of the current batch (§6)."""
+
+    steps = replace(EchoPolicy.steps, admit=partial(admit_best, choose=regular_batch))
