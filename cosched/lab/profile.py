@@ -56,7 +56,7 @@ from cosched.lab.cost_models.cost_model import PrefixReads
 from cosched.lab.cost_models.specs import GPUS
 from cosched.lab.metrics.goals import Goal, parse_goal
 from cosched.lab.profiling.design import design_rounds
-from cosched.lab.profiling.predictor_errors import TITLES, Split, graphs_of, markdown
+from cosched.lab.profiling.predictor_errors import TITLES, Split, graphs_of, markdown, page
 from cosched.lab.simulation.options import (
     CostOptions,
     DataDir,
@@ -301,7 +301,7 @@ class PredictorErrors(JsonOption):
     seed: Seed = 0
     """seed of what is held out"""
     write: NewFile | None = None
-    """the table, as Markdown"""
+    """a page with the table, as Markdown"""
 
     def __call__(self) -> int:
         found: dict[str, dict[str, Any]] = {}
@@ -313,9 +313,9 @@ class PredictorErrors(JsonOption):
                 predictor: split.errors(predictor, graphs=graphs_of(profile))
                 for predictor in TITLES
             }
-        rows = [*markdown(found)]
-        print(*rows, sep="\n")
-        self.save(self.write, lambda path: write_whole(path, "\n".join(rows) + "\n"))
+        print(*markdown(found), sep="\n")
+        text = page(found, held_out=self.held_out, seed=self.seed, made_with=versions())
+        self.save(self.write, lambda path: write_whole(path, text))
         return self.finish(
             {"seed": self.seed, "held_out": self.held_out, "errors": msgspec.to_builtins(found)}
         )

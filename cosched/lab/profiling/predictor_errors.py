@@ -85,3 +85,45 @@ def markdown(errors: Mapping[str, Mapping[str, ByKind]]) -> Iterator[str]:
             )
             bias = f"{100 * of_kind['all'].bias:+.1f}"
             yield f"| {engine} | {TITLES[predictor]} | {' | '.join(cells)} | {bias} |"
+
+
+_PAGE = """\
+# Errors of the predictors
+
+The [forms of the papers](../architecture.md#iteration-time) and cosched's, each fitted to
+{fitted:.0%} of the designed batches of a profile, on the others: mean / p99 of the relative errors
+[%], and the mean of the signed errors of all (bias). Designed batches spread wider than what a
+server runs: up to the longest context, the largest prefill and hundreds of decodes. HyGen reports
+1.07 and 1.78 % on iterations of one trace (§5.3, Fig. 7); the other papers report none.
+
+{table}
+
+cosched's form also knows the sizes of CUDA graphs. In the papers' forms a chunk over a cached
+prefix costs what one over none does (HyGen), decodes cost the same however many there are (Echo),
+and a mixed batch costs the sum of its parts (BROS). Deviations:
+[policies](../policies.md#deviations-from-hygen-and-echo).
+
+```bash
+python -m cosched.profile measure --write a100.json --virtual --gpu A100-80 --data-dir DIR
+python -m cosched.profile errors a100.json h100.json h200.json --write docs/results/predictors.md
+```
+
+Seed {seed}, commit {commit}, SGLang {sglang}.
+"""
+
+
+def page(
+    errors: Mapping[str, Mapping[str, ByKind]],
+    *,
+    held_out: float,
+    seed: int,
+    made_with: Mapping[str, str | None],
+) -> str:
+    """``docs/results/predictors.md``."""
+    return _PAGE.format(
+        table="\n".join(markdown(errors)),
+        fitted=1 - held_out,
+        seed=seed,
+        commit=made_with["commit"],
+        sglang=made_with["sglang"],
+    )
