@@ -20,6 +20,7 @@ from cosched.predict.length_histogram import (
     Window,
     cells_of,
 )
+from cosched.predict.length_tokens import Features, TokenModel, features_of
 
 NUM_ENDS = 8
 """Possible ends that describe an uncertain length (`LengthEstimate.ends`)."""
@@ -38,15 +39,16 @@ _HALVINGS = tuple(-math.log2(1 - (i + 0.5) / NUM_ENDS) for i in range(NUM_ENDS))
 """How many halvings of those still running until the middle of each part has ended."""
 
 
-MODES = ("histogram", "limit", "oracle", "oracle-noise")
+MODES = ("histogram", "learned", "limit", "oracle", "oracle-noise")
 
 
 class LengthConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the output that a request has still to generate is estimated.
 
-    mode       histogram: from the lengths of earlier similar requests; limit: the most it may
-               generate, nothing is learned; oracle: its hint, taken as exact; oracle-noise: its
-               hint with an error of known size, for experiments
+    mode       histogram: from the lengths of earlier similar requests; learned: from the tokens of
+               its prompt too; limit: the most it may generate, nothing is learned; oracle: its
+               hint, taken as exact; oracle-noise: its hint with an error of known size, for
+               experiments
     coverage   share of the requests that are to end within the upper estimate
     padding    the upper estimate is the median plus this share of it instead (EcoServe §2.3: 0.10,
                0.15, 0.20)
@@ -81,7 +83,7 @@ class LengthConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     @property
     def learns(self) -> bool:
         """Finished requests are learned from."""
-        return self.mode == "histogram"
+        return self.mode in ("histogram", "learned")
 
     @property
     def needs_hints(self) -> bool:
@@ -97,6 +99,7 @@ class Belief:
         "_answer",
         "_asked",
         "_cells",
+        "_features",
         "_median",
         "_model",
         "_renewed",
@@ -110,6 +113,7 @@ class Belief:
         self.facts = facts
         self._model = model
         self._cells: Cells | None = None
+        self._features: Features | None = None
         self.until = 0
         """Output tokens at which it is looked up again."""
         self._median = self.upper = 0
@@ -177,6 +181,12 @@ class Belief:
             self._cells = cells_of(self.facts)
         return self._cells
 
+    @property
+    def features(self) -> Features:
+        if self._features is None:
+            self._features = features_of(self.facts.prompt)
+        return self._features
+
 
 class LengthModel:
     """All that is learned about lengths; one per replica, where plans are made.
@@ -192,6 +202,7 @@ class LengthModel:
         coverage, window = config.coverage, config.window
         self.histogram = Histogram(coverage=coverage, window=window, max_cells=config.max_cells)
         self._hints = Hints(coverage=coverage, window=window)
+        self._tokens = TokenModel(coverage=coverage) if config.mode == "learned" else None
         self._scores = Window(_SCORES)
         self.num_learned = 0
         """Requests that it has learned from."""
@@ -213,6 +224,8 @@ class LengthModel:
         similar = self.histogram.learn(belief.cells, num_output_tokens)
         if similar is None:
             return
+        if self._tokens is not None:
+            similar = self._tokens.learn(belief.features, similar, num_output_tokens)
         hinted = self._hints.totals(facts) if self.config.hints else None
         # The limit is known, and cuts the estimate: it is no part of the error.
         upper = min((hinted or similar).upper, facts.limit)
@@ -241,8 +254,11 @@ class LengthModel:
         others = self.histogram.similar(belief.cells)
         if others is None:
             return hinted or Pair(facts.limit, facts.limit)
-        similar = others.totals()
-        found = hinted or similar
+        found = similar = others.totals()
+        if hinted is not None:
+            found = hinted
+        elif self._tokens is not None:
+            found = self._tokens.totals(belief.features, similar)
         first = Pair(found.median, found.upper * self._correction)
         if num_produced == 0:
             return first

@@ -163,7 +163,7 @@ class TestAnyHistory:
 
 class TestLearning:
     def test_the_limit_is_all_that_is_known_at_first(self):
-        for mode in ("histogram", "limit", "oracle"):
+        for mode in ("histogram", "learned", "limit", "oracle"):
             belief = LengthModel(LengthConfig(mode=mode)).belief(facts(limit=77))
             assert belief.remaining(0)[:2] == (77, 77)
             assert belief.remaining(70)[:2] == (7, 7)
@@ -182,6 +182,31 @@ class TestLearning:
             model.learn(model.belief(known(6)), rng.randint(380, 420))
         assert model.belief(known(5)).remaining(0).median == pytest.approx(20, rel=0.5)
         assert model.belief(known(6)).remaining(0).median == pytest.approx(400, rel=0.3)
+
+    def test_words_anywhere_in_the_prompt_tell_lengths_in_mode_learned(self):
+        rng = random.Random(4)
+        models = {mode: LengthModel(LengthConfig(mode=mode)) for mode in ("histogram", "learned")}
+        errors, asked = dict.fromkeys(models, 0.0), LengthModel(LengthConfig(mode="learned"))
+        for step in range(900):
+            is_essay = rng.random() < 0.5
+            words = rng.choices(range(100, 2000), k=9)
+            words.insert(rng.randrange(9), 7 if is_essay else 8)
+            length = round(rng.lognormvariate(6.0 if is_essay else 5.0, 0.3))
+            for mode, model in models.items():
+                belief = model.belief(facts(prompt=words))
+                if step >= 600:
+                    errors[mode] += abs(math.log(belief.remaining(0).median / length))
+                model.learn(belief, length)
+            # Questions change nothing.
+            asked.belief(facts(prompt=words, limit=60)).remaining(step)
+            asked.learn(asked.belief(facts(prompt=words)), length)
+        assert errors["learned"] < 0.75 * errors["histogram"]
+        answers = [m.belief(facts(prompt=words)).remaining(0) for m in (asked, models["learned"])]
+        assert answers[0] == answers[1]
+
+    def test_a_prompt_without_tokens_has_the_lengths_of_others_in_mode_learned(self):
+        model = taught("learned", [40] * 50, prompt=())
+        assert model.belief(facts(prompt=())).remaining(0)[:2] == (40, 40)
 
     def test_what_was_is_forgotten(self):
         config = {"window": 32}
@@ -304,7 +329,7 @@ class TestConfig:
         [
             (
                 {"mode": "guess"},
-                "length.mode 'guess' is unknown: histogram, limit, oracle",
+                "length.mode 'guess' is unknown: histogram, learned, limit, oracle",
             ),
             ({"coverage": 0.4}, "length.coverage must be above 0.5 and below 1, not 0.4"),
             ({"padding": -1.0}, "length.padding must be 0 or more, not -1.0"),
