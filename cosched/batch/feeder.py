@@ -369,8 +369,8 @@ class Feeder:
         await self._update_models()
         away: FilesUnavailableError | None = None
         for claim in claims:
-            in_flight = [one for some in self._in_flight.values() for one in some.values()]
-            max_bytes = _MAX_BYTES - sum(one.num_bytes for one in in_flight)
+            lines_here = [one for some in self._in_flight.values() for one in some.values()]
+            max_bytes = _MAX_BYTES - sum(one.num_bytes for one in lines_here)
             if max_bytes <= 0:
                 return
             lines, missing = await self._run("step", self._take, by_id, claim, max_bytes)
