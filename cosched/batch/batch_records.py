@@ -71,6 +71,8 @@ class NewBatch:
     num_bytes               of the input file
     num_lines               of the input file; 0: not counted
     model                   that the server serves; None: not known
+    ignored                 fields of the request that have no effect, and then ``body.`` fields of
+                            lines
     """
 
     owner: str
@@ -84,6 +86,7 @@ class NewBatch:
     num_bytes: int = 0
     num_lines: int = 0
     model: str | None = None
+    ignored: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ import sqlalchemy as sa
 from cosched.batch.errors import StoreUnavailableError
 from cosched.errors import ConfigError
 
-VERSION = 8
+VERSION = 9
 """Of the tables below. A change of them needs a new version: no other is read."""
 
 _LOCK_S = 5
@@ -104,6 +104,8 @@ batches = sa.Table(
     sa.Column("expires_at", sa.BigInteger, nullable=False),
     sa.Column("times", sa.JSON, nullable=False),
     sa.Column("faults", sa.JSON, nullable=False),
+    # Names of fields that have no effect.
+    sa.Column("ignored", sa.JSON, nullable=False),
     sa.Column("total", sa.Integer, nullable=False, default=0),
     sa.Column("completed", sa.Integer, nullable=False, default=0),
     sa.Column("failed", sa.Integer, nullable=False, default=0),

@@ -23,6 +23,7 @@ from cosched.batch.jsonl.lines import (
 )
 from cosched.batch.jsonl.prefix_order import prefix_key
 from cosched.batch.store import BatchStore
+from cosched.limits.bodies import without_effect
 from cosched.limits.bounds import ANY_MODEL, Scope
 
 MAX_FAULTS = 1000
@@ -45,6 +46,12 @@ class _Cards(msgspec.Struct):
 
 class _Named(msgspec.Struct):
     model: Any = None
+
+
+class _Drawn(msgspec.Struct):
+    seed: Any = None
+    temperature: Any = None
+    top_k: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +122,13 @@ class LineRules:
             return replace(line, body=self.models.addressed(line.body))
         return _bad(line, "model_not_found", fault, "body.model")
 
+    def without_effect(self, body: bytes) -> Sequence[str]:
+        """Fields of the JSON `body` that the server cannot keep to."""
+        if b'"seed"' not in body:
+            return ()
+        drawn = msgspec.json.decode(body, type=_Drawn)
+        return without_effect(msgspec.structs.asdict(drawn), self.scope)
+
     def read(
         self, taken: Sequence[Line], content: BinaryIO | OSError
     ) -> list[RequestLine | BadLine]:
@@ -163,6 +177,7 @@ def validate(
         return
     faults: list[Fault] = []
     page: list[NewLine] = []
+    ignored: set[str] = set()
     try:
         content = files.open(batch.input_file_id)
     except FileNotFoundError:
@@ -171,7 +186,7 @@ def validate(
         store.reject(batch.id, [fault], server=server)
         return
     with content:
-        for found in _checked(content, endpoint=batch.endpoint, rules=rules):
+        for found in _checked(content, batch.endpoint, rules, ignored):
             if isinstance(found, Fault):
                 faults.append(found)
                 if len(faults) >= MAX_FAULTS:
@@ -186,10 +201,13 @@ def validate(
     if faults:
         store.reject(batch.id, faults, server=server)
     elif store.add_lines(batch.id, page, server=server):
-        store.accept(batch.id, server=server)
+        store.accept(batch.id, server=server, ignored=ignored)
 
 
-def _checked(content: BinaryIO, *, endpoint: str, rules: LineRules) -> Iterator[NewLine | Fault]:
+def _checked(
+    content: BinaryIO, endpoint: str, rules: LineRules, ignored: set[str]
+) -> Iterator[NewLine | Fault]:
+    """`ignored` gets the fields of lines that have no effect."""
     config = rules.config
     ids = IdSet(max_ids=config.max_lines)
     num_lines = 0
@@ -215,6 +233,8 @@ def _checked(content: BinaryIO, *, endpoint: str, rules: LineRules) -> Iterator[
             yield Fault(code=line.code, message=line.message, param=line.param, line=line.number)
             continue
         assert raw.data is not None and custom_id is not None
+        if isinstance(line, RequestLine):
+            ignored.update(f"body.{name}" for name in rules.without_effect(line.body))
         yield NewLine(
             number=line.number,
             custom_id=custom_id,

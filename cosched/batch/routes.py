@@ -211,12 +211,12 @@ class _Routes:
         owner, key = self._owner(request), self._key(request)
         body = await request.body()
         asked = new_batch(body, owner=owner or "", offer=self._offer())
-        ignored = self._ignored(body, asked)
+        asked = replace(asked, ignored=self._ignored(body, asked))
         if (once := once_of(request.headers, owner=owner or "", route="batches")) is not None:
             once = replace(once, digest=json_digest(body))
             made = await self._threads.run(key, self._store.made_before, once)
             if made is not None:
-                return await self._shown(key, made, ignored=ignored)
+                return await self._shown(key, made)
         file = await self._threads.run(key, self._files.get, asked.input_file_id, owner=owner)
         if file.purpose != "batch":
             raise ApiError(
@@ -231,7 +231,7 @@ class _Routes:
             asked = replace(asked, num_lines=num_lines)
         batch = await self._threads.run(key, self._store.create, asked, once=once)
         await self._service.look()
-        return await self._shown(key, batch, ignored=ignored)
+        return await self._shown(key, batch)
 
     def _ignored(self, body: bytes, asked: NewBatch) -> list[str]:
         """What has no effect. ApiError 400: no callback may go to the URL that it names."""
@@ -244,10 +244,8 @@ class _Routes:
             ignored.append(f"metadata.{METADATA_KEY}")
         return ignored
 
-    async def _shown(self, key: str, batch: Batch, *, ignored: Sequence[str] = ()) -> Response:
+    async def _shown(self, key: str, batch: Batch) -> Response:
         [shown] = await self._threads.run(key, self._json_of, [batch], is_operator=False)
-        if ignored:
-            shown["cosched"] = {**(shown["cosched"] or {}), "ignored": ignored}
         return _json(shown)
 
     async def list_batches(self, request: Request) -> Response:

@@ -243,14 +243,16 @@ class BatchStore:
                 connection.execute(lines.insert(), [asdict(line) | of_batch for line in found])
             return True
 
-    def accept(self, name: str, *, server: str) -> None:
-        """All lines are added and valid. Does nothing if this server no longer validates it."""
+    def accept(self, name: str, *, server: str, ignored: Iterable[str] = ()) -> None:
+        """All lines are added and valid. Does nothing if this server no longer validates it.
+        ignored: fields of lines that have no effect, beside those of the batch."""
         with self._database.write() as connection:
             row = _row(connection, name, is_locked=True)
             if _is_validated_by(row, server):
                 count = sa.select(sa.func.count()).where(lines.c.batch == row.seq)
                 total = connection.execute(count).scalar_one()
-                self._move(connection, row, Status.IN_PROGRESS, total=total)
+                names = [*row.ignored, *sorted(ignored)]
+                self._move(connection, row, Status.IN_PROGRESS, total=total, ignored=names)
 
     def reject(self, name: str, faults: Iterable[Fault], *, server: str) -> None:
         """The input file is invalid. Does nothing if this server no longer validates it."""

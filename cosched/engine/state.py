@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -190,3 +191,16 @@ class ReplicaState(msgspec.Struct, kw_only=True, frozen=True):
         """For JSON and SGLang's messages."""
         result: dict[str, Any] = msgspec.to_builtins(self)
         return result
+
+
+def in_json(state: Any, lost: list[str], path: str = "") -> Any:
+    """The state with None for each number that is not finite, which JSON does not have and SGLang
+    answers with 400. `lost` gets where these were, as ``.chat.saturation``."""
+    if isinstance(state, dict):
+        return {key: in_json(value, lost, f"{path}.{key}") for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return [in_json(value, lost, f"{path}.{at}") for at, value in enumerate(state)]
+    if isinstance(state, float) and not math.isfinite(state):
+        lost.append(path)
+        return None
+    return state

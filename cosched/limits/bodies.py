@@ -58,6 +58,13 @@ _MEDIA = ("image_url", "input_audio", "video_url", "audio_url", "source", "file"
 _MOST_TEXT_DEPTH = 64
 
 
+def without_effect(body: Mapping[str, Any], scope: Scope) -> tuple[str, ...]:
+    """The fields of a request that the server cannot keep to: a ``seed`` where tokens are drawn at
+    random, as SGLang draws by seed only with deterministic inference."""
+    is_greedy = body.get("temperature") == 0 or body.get("top_k") == 1
+    return () if scope.keeps_seeds or is_greedy or body.get("seed") is None else ("seed",)
+
+
 def normalize(body: dict[str, Any]) -> None:
     """A field that is null is absent, as in OpenAI's API: many clients write all unset fields.
     SGLang's models refuse null where they have a default. A ``top_k`` of 0 means all tokens, as

@@ -58,6 +58,7 @@ class Scope:
     max_offline_tokens  of the longest offline prompt; None: as for online prompts
     fields              of the bodies of each endpoint; the fields of other endpoints are not known
     tools               types that /v1/responses can call; empty: not known
+    keeps_seeds         tokens are drawn by the ``seed`` of a request
     """
 
     vocab_size: int = INT32
@@ -68,6 +69,7 @@ class Scope:
     max_offline_tokens: int | None = None
     fields: Mapping[str, frozenset[str]] = field(default_factory=dict, compare=False)
     tools: frozenset[str] = frozenset()
+    keeps_seeds: bool = True
 
     @property
     def max_chars(self) -> int:

@@ -187,13 +187,14 @@ async def _offline_progress() -> WorkProgress:
     if not replied:
         return WorkProgress()
     far = [state["offline_progress"] for state in replied]
-    chat = [state["chat"]["saturation"] for state in replied if state.get("chat")]
+    shares = [state["chat"]["saturation"] for state in replied if state.get("chat")]
+    chat = [share for share in shares if share is not None]  # None: it was not finite
     return WorkProgress(
         running=[RunningLine(*one) for some in far for one in some["begun"]],
         num_iterations=fmean(state["num_iterations"] for state in replied),
         num_online=fmean(state["online_prefill_tokens"] for state in replied),
-        prefill_token_s=fmean(one["prefill_token_s"] for one in far),
-        decode_s=fmean(one["tail_decode_s"] for one in far),
+        prefill_token_s=fmean(one["prefill_token_s"] or 0.0 for one in far),
+        decode_s=fmean(one["tail_decode_s"] or 0.0 for one in far),
         saturation=fmean(chat) if chat else None,
     )
 

@@ -41,6 +41,7 @@ def scope_of(owner: Any) -> Scope:
             None if longest is None or owner.server_args.allow_auto_truncate else longest - 1
         ),
         max_offline_tokens=max_offline_tokens,
+        keeps_seeds=owner.server_args.enable_deterministic_inference,
     )
     return scope
 

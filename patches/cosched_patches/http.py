@@ -20,12 +20,12 @@ from sglang.srt.entrypoints.http_server import app, get_global_state
 
 from cosched.config import Config, load_config
 from cosched.engine.port import pace_checks
-from cosched.engine.port.endpoints import check_route, limit_reply, served_name, without_effect
+from cosched.engine.port.endpoints import check_route, limit_reply, served_name
 from cosched.engine.startup import log_ready, wait_until_listening
 from cosched.engine.support import check_arguments
 from cosched.errors import ConfigError, LimitError, RequestError
 from cosched.limits import validation
-from cosched.limits.bodies import check_body, normalize
+from cosched.limits.bodies import check_body, normalize, without_effect
 from cosched.limits.origins import Origins
 from cosched.server.aborted_cost import note_released, tell_cost
 from cosched.server.access import REDACTED, SECRET_ARGUMENTS, Access, Keys, hide_in_command
@@ -245,7 +245,7 @@ async def read_body(original: Any, request: Any) -> Any:
             normalize(body)
             if route == _RESPONSES and body.get("model") in (None, _ANY_MODEL_NAME):
                 body["model"] = served_name(manager)
-            front().note_ignored(request, without_effect(body, manager))
+            front().note_ignored(request, without_effect(body, scope_of(manager)))
         check_body(route, body, scope_of(manager))
         front().read(request, body, route=route)
     except (RequestError, LimitError) as error:

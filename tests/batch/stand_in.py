@@ -15,6 +15,7 @@ from fastapi.responses import JSONResponse
 from cosched.batch.batch_records import Offer
 from cosched.batch.routes import add_routes
 from cosched.batch.service import BatchService
+from cosched.limits.bounds import Scope
 
 
 class Clock:
@@ -51,7 +52,11 @@ class StandIn:
         @asynccontextmanager
         async def lifespan(app):
             async with self.service.feeding(
-                app, api_key="secret", state=self.state, is_paused=lambda: self.is_paused
+                app,
+                api_key="secret",
+                state=self.state,
+                is_paused=lambda: self.is_paused,
+                scope=Scope(keeps_seeds=False),
             ):
                 yield
 

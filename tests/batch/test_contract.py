@@ -502,7 +502,19 @@ def test_fields_of_gateways_have_no_effect_and_are_named(api):
     file = api.upload(lines(1))
     batch = api.start(file.id, extra_body={"custom_llm_provider": "openai"})
     assert batch.cosched["ignored"] == ["custom_llm_provider"]
-    assert api.wait(batch).status == "completed"
+    done = api.wait(batch)
+    assert done.status == "completed" and done.cosched["ignored"] == ["custom_llm_provider"]
+
+
+def test_a_seed_without_effect_is_named(api):
+    def seeded(custom_id, **more):
+        one = line(custom_id)
+        return one | {"body": one["body"] | {"seed": 3, **more}}
+
+    done = api.wait(api.create([line("a"), seeded("b"), seeded("c")]))
+    assert done.status == "completed" and done.cosched["ignored"] == ["body.seed"]
+    greedy = api.wait(api.create([line("a"), seeded("b", temperature=0), seeded("c", top_k=1)]))
+    assert greedy.status == "completed" and "ignored" not in (greedy.cosched or {})
 
 
 def test_a_batch_names_its_model_and_has_an_endpoint_of_the_model(api, stand_in):

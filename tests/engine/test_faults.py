@@ -1,7 +1,9 @@
 """Whatever of cosched's own fails, the scheduler goes on: faults are put in at each place."""
 
 import contextlib
+import json
 import logging
+import math
 import threading
 from types import SimpleNamespace
 
@@ -231,6 +233,22 @@ def test_a_server_whose_state_cannot_be_read_says_so(make_engine, monkeypatch):
     monkeypatch.setattr("cosched_patches.scheduler.state_of", fail)
     state = engine.scheduler.get_internal_state(GetInternalStateReq()).internal_state
     assert state["cosched"] == {"error": "ZeroDivisionError('on purpose')"}
+
+
+def test_figures_of_the_state_that_are_not_finite_are_null(make_engine, said):
+    from sglang.srt.managers.io_struct import GetInternalStateReq
+
+    engine = make_engine()
+    controller = unguarded(engine)
+    controller.counters.budget_s = math.nan
+    controller.observer.busy_s = math.inf
+    for _ in range(2):
+        state = engine.scheduler.get_internal_state(GetInternalStateReq()).internal_state["cosched"]
+        assert state["budget_s"] is None and state["busy_s"] is None
+        json.dumps(state, allow_nan=False)  # or the server answers 400
+    assert controller.guard.failures["state"] == 2
+    [line] = said
+    assert "not finite: .busy_s, .budget_s" in line
 
 
 @pytest.mark.parametrize("seam", ["_abort_on_queued_limit", "_poll_timeout_aborts"])

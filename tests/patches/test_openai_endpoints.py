@@ -12,7 +12,6 @@ from cosched.engine.port.endpoints import (
     fields_by_url,
     limit_reply,
     urls_of,
-    without_effect,
 )
 from cosched.errors import RequestError
 from cosched.wire import MAX_TOKENS_KEY
@@ -23,11 +22,10 @@ from cosched_patches.openai_endpoints import (
 )
 
 
-def manager(*, is_generation=True, is_deterministic=False, default=None):
+def manager(*, is_generation=True, default=None):
     config = SimpleNamespace(**({} if default is None else {MAX_TOKENS_KEY: default}))
     return SimpleNamespace(
         is_generation=is_generation,
-        server_args=SimpleNamespace(enable_deterministic_inference=is_deterministic),
         model_config=SimpleNamespace(hf_generation_config=config, context_len=1000),
     )
 
@@ -81,13 +79,6 @@ def test_fields_are_openais_and_those_that_sglang_reads():
         "truncate_prompt_tokens",
     }
     assert "best_of" not in fields_by_url()["/v1/completions"]
-
-
-def test_a_seed_has_an_effect_only_where_tokens_are_drawn_by_it():
-    assert without_effect({"seed": 1}, manager()) == ("seed",)
-    assert without_effect({"seed": 1, "temperature": 0}, manager()) == ()
-    assert without_effect({"seed": 1}, manager(is_deterministic=True)) == ()
-    assert without_effect({}, manager()) == ()
 
 
 @pytest.mark.parametrize(

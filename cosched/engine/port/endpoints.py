@@ -92,15 +92,6 @@ def usable_tools(app: Any) -> frozenset[str]:
     return frozenset() if serving.tool_call_parser == "muse" else _TOOLS
 
 
-def without_effect(body: Mapping[str, Any], manager: Any) -> tuple[str, ...]:
-    """The fields of a request that this server cannot keep to: a ``seed`` where tokens are drawn at
-    random, as SGLang draws by seed only with deterministic inference."""
-    is_greedy = body.get("temperature") == 0 or body.get("top_k") == 1
-    if body.get("seed") is None or is_greedy:
-        return ()
-    return () if manager.server_args.enable_deterministic_inference else ("seed",)
-
-
 def limit_reply(obj: Any, num_prompt_tokens: int, manager: Any) -> None:
     """A request without ``max_tokens`` gets the default of the model, which only demo models have
     in their generation config; otherwise it may fill the context, as in stock."""
