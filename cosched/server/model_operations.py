@@ -19,6 +19,7 @@ from sglang.srt.managers.io_struct import SetInternalStateReq
 from cosched.core.request import RequestClass
 from cosched.engine.offline_gate import HOLD, adapter_to_message
 from cosched.engine.port.model_lock import ModelLock, reads_offline
+from cosched.limits.bodies import NATIVE
 from cosched.wire import class_of_priority
 
 logger = logging.getLogger(__name__)
@@ -74,3 +75,19 @@ async def _let_go(manager: Any, operation: Any) -> None:
             except Exception:
                 logger.exception("cosched: waiting offline requests keep a LoRA adapter")
         await asyncio.sleep(_LET_GO_S)
+
+
+class StreamEndedError(ValueError):
+    """A refusal within a stream: SGLang ends the stream with the text and the status."""
+
+    def __init__(self, refusal: HTTPException) -> None:
+        super().__init__(refusal.detail)
+        self.status_code = refusal.status_code
+
+
+def refusal_of(error: HTTPException, obj: Any, request: Any) -> Exception:
+    """What to raise for it. A stream of /generate begins before anything is known: there an
+    HTTPException would end the connection without an answer."""
+    route = None if request is None else request.scope.get("route")
+    is_begun = obj.stream and getattr(route, "path", "") in NATIVE
+    return StreamEndedError(error) if is_begun else error

@@ -42,7 +42,12 @@ from cosched.server.front import (
     was_aborted,
 )
 from cosched.server.middleware import BodyLimit
-from cosched.server.model_operations import is_about_to_read, unloading, use_model_lock
+from cosched.server.model_operations import (
+    is_about_to_read,
+    refusal_of,
+    unloading,
+    use_model_lock,
+)
 from cosched.server.owned_ids import with_owner, without_owner
 from cosched.server.preparation import TICKET_KEY, PreparationGate, is_prepared
 from cosched.server.shutdown import drain, signals_left_to_parent
@@ -306,6 +311,8 @@ async def classify(
         if getattr(obj, "stream", False):  # which may have begun: SGLang ends it with the error
             raise ValueError(str(error)) from None
         raise HTTPException(status_code=429, detail=str(error)) from None
+    except HTTPException as error:
+        raise refusal_of(error, obj, request) from None
     except RequestError as error:
         # The one type that every caller of this method answers with HTTP 400.
         raise ValueError(str(error)) from None

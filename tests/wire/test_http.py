@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
+from fastapi import HTTPException
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -429,6 +430,19 @@ class TestReply:
         assert response.headers["x-cosched-targets"] == "ttft_slo_ms=250, tpot_slo_ms=30"
         # The scheduler raises them, for requests that come another way too.
         assert front.targets == [{"ttft_slo_ms": 0.001, "tpot_slo_ms": 30.0}]
+
+    def test_a_refusal_of_a_stream_that_has_begun_is_its_last_part(self, front, monkeypatch):
+        async def refuse(**_):
+            raise HTTPException(503, "the server is shutting down")
+            yield
+
+        monkeypatch.setattr(front.manager, "_stream_one_response", refuse)
+        for path, stream in [(GENERATE, False), (CHAT, True), (CHAT, False)]:
+            assert front.post(path, stream=stream).status_code == 503
+        begun = front.post(GENERATE, stream=True)
+        assert begun.status_code == 200 and begun.text.endswith("data: [DONE]\n\n")
+        error = json.loads(begun.text.splitlines()[0].removeprefix("data: "))["error"]
+        assert (error["code"], error["message"]) == (503, "the server is shutting down")
 
     def test_the_reply_names_a_seed_that_has_no_effect(self, front):
         assert front.post(CHAT, seed=3).headers["x-cosched-ignored"] == "seed"
