@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import msgspec
 
@@ -18,7 +19,13 @@ from cosched.engine.features.log_decisions import LogDecisions
 from cosched.engine.features.offline_work import OfflineWork
 from cosched.engine.features.plan_timing import PlanTiming
 from cosched.engine.features.shared_reads import SharedReads
-from cosched.engine.state import OfflineProgress, PlanningTimes, ReplicaState, TierState
+from cosched.engine.state import (
+    OfflineProgress,
+    PlanningTimes,
+    ReplicaState,
+    TierState,
+    in_json,
+)
 from cosched.engine.tracked import TrackedRequest
 from cosched.pool.tenants import TenantPool
 from cosched.predict.saturation import saturation
@@ -29,8 +36,21 @@ _CHUNK = 1024
 """Prompt tokens by which the time of one is estimated."""
 
 
+def shown_state(controller: Controller) -> dict[str, Any]:
+    """What ``/get_server_info`` shows: the state and the progress of offline requests. A figure
+    that is not finite is None and counts as a failure."""
+    progress = msgspec.to_builtins(offline_progress(controller))
+    lost: list[str] = []
+    shown: dict[str, Any] = in_json(
+        state_of(controller).to_dict() | {"offline_progress": progress}, lost
+    )
+    if lost:
+        controller.guard.note("state", ValueError(f"not finite: {', '.join(lost)}"))
+    return shown
+
+
 def state_of(controller: Controller) -> ReplicaState:
-    """What ``/get_server_info`` shows."""
+    """The state of its replica."""
     running = _running(controller)
     num_offline = sum(1 for r in running if r.request_class is RequestClass.OFFLINE)
     counters = controller.counters

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
-import msgspec
 from sglang.srt.environ import envs
 from sglang.srt.managers.io_struct import SetInternalStateReqOutput
 from sglang.srt.managers.scheduler import NextBatchPlan
@@ -31,8 +30,7 @@ from cosched.engine.port.building import adder_class
 from cosched.engine.port.grammar_compilers import compile_for, ready_requests
 from cosched.engine.port.penalties import count_outputs
 from cosched.engine.port.read_once import launching
-from cosched.engine.read_state import offline_progress, state_of
-from cosched.engine.state import in_json
+from cosched.engine.read_state import shown_state
 from cosched.engine.support import check_arguments, chooses_evictions
 from cosched.engine.waiting import WaitingQueue, online_requests
 from cosched.errors import ConfigError, RequestError
@@ -410,13 +408,7 @@ def add_state(result: Any, scheduler: Any, recv_req: Any) -> Any:
     controller = _controller(scheduler)
     if controller is not None:
         try:
-            progress = msgspec.to_builtins(offline_progress(controller))
-            state = state_of(controller).to_dict() | {"offline_progress": progress}
-            lost: list[str] = []
-            result.internal_state["cosched"] = in_json(state, lost)
-            if lost:
-                not_finite = ValueError(f"not finite: {', '.join(lost)}")
-                controller.guard.note("state", not_finite)
+            result.internal_state["cosched"] = shown_state(controller)
         except Exception as error:
             result.internal_state["cosched"] = {"error": repr(error)}
             controller.guard.note("state", error)

@@ -230,7 +230,7 @@ def test_a_server_whose_state_cannot_be_read_says_so(make_engine, monkeypatch):
 
     engine = make_engine()
     unguarded(engine)
-    monkeypatch.setattr("cosched_patches.scheduler.state_of", fail)
+    monkeypatch.setattr("cosched.engine.read_state.state_of", fail)
     state = engine.scheduler.get_internal_state(GetInternalStateReq()).internal_state
     assert state["cosched"] == {"error": "ZeroDivisionError('on purpose')"}
 
