@@ -202,9 +202,8 @@ def _own_json(
     the engine does not say."""
     cost = {"device_seconds": round(batch.device_s, 6)} if batch.device_s else {}
     told = {"callbacks": list(callbacks)} if callbacks else {}
-    if batch.ignored:
-        told["ignored"] = list(batch.ignored)
-    return (cost | told | ({} if outlook is None else _outlook_json(outlook))) or None
+    ignored = {"ignored": list(batch.ignored)} if batch.ignored else {}
+    return (cost | told | ignored | ({} if outlook is None else _outlook_json(outlook))) or None
 
 
 def _outlook_json(outlook: BatchOutlook) -> dict[str, Any]:
