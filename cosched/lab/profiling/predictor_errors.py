@@ -101,7 +101,7 @@ server runs: up to the longest context, the largest prefill and hundreds of deco
 cosched's form also knows the sizes of CUDA graphs. In the papers' forms a chunk over a cached
 prefix costs what one over none does (HyGen), decodes cost the same however many there are (Echo),
 and a mixed batch costs the sum of its parts (BROS). Deviations:
-[policies](../policies.md#deviations-from-hygen-and-echo).
+[the papers](papers.md#deviations-from-hygen-and-echo).
 
 ```bash
 python -m cosched.profile measure --write a100.json --virtual --gpu A100-80 --data-dir DIR
