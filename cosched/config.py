@@ -310,8 +310,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """`kv` with order of eviction and reservation named: the policy's own unless others are
         given."""
         own = policy_entry(self.policy).kv
-        order = self.kv.eviction or own.eviction
-        reservation = self.kv.reservation or own.reservation
+        order = self.kv.eviction or own.eviction or "value"
+        reservation = self.kv.reservation or own.reservation or "cosched"
         for name, value, known in (
             ("eviction", order, EVICTION_NAMES),
             ("reservation", reservation, RESERVATIONS),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from cosched.memory.config import KvConfig
@@ -28,7 +27,7 @@ class PolicyEntry:
     make          builds it for an engine; None: the engine's own scheduler decides
     pool          order of waiting offline requests, unless the configuration says; None: arrival
     kv            which KV goes first and how much is kept for online requests, unless the
-                  configuration says (`eviction` and `reservation` alone count)
+                  configuration says (`eviction` and `reservation` alone count; absent: cosched's)
     tolerates     it keeps the slowdown of online requests within `Config.tolerance`
     groups        it plans ranks that step together (DP attention) and the microbatches of a
                   pipeline: it is a `GroupPolicy`
@@ -49,7 +48,7 @@ class PolicyEntry:
     source: str
     make: Callable[[PolicySettings], Policy[Any]] | None = None
     pool: PoolConfig | None = None
-    kv: KvConfig = field(default_factory=partial(KvConfig, eviction="value", reservation="cosched"))
+    kv: KvConfig = field(default_factory=KvConfig)
     length: LengthConfig = field(default_factory=LengthConfig)
     timed: bool = False
     early: bool = False
