@@ -89,5 +89,5 @@ def refusal_of(error: HTTPException, obj: Any, request: Any) -> Exception:
     """What to raise for it. A stream of /generate begins before anything is known: there an
     HTTPException would end the connection without an answer."""
     route = None if request is None else request.scope.get("route")
-    is_begun = obj.stream and getattr(route, "path", "") in NATIVE
+    is_begun = getattr(obj, "stream", False) and getattr(route, "path", "") in NATIVE
     return StreamEndedError(error) if is_begun else error

@@ -260,9 +260,11 @@ NOT_HERE = {
     "kv_waited_tokens",
     "tolerance_room_ratio",
     "saturation",
+    "shared_prefix_iterations",
+    "shared_prefix_decodes",
 }
-"""This server has no host memory, promises nothing beside its targets, and has served too few chats
-to tell how busy they keep it."""
+"""This server has no host memory, promises nothing beside its targets, has served too few chats to
+tell how busy they keep it, and has no GPU to share prefixes on."""
 
 
 def test_prometheus_has_every_metric_and_counts_both_classes(guarded):

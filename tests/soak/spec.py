@@ -142,6 +142,8 @@ def _matrix() -> tuple[SoakSpec, ...]:
         *(SoakSpec(policy=name, page_size=16, conservativeness=0.3) for name in _COSCHED),
         SoakSpec(policy="hygen-throttled", page_size=16),
         SoakSpec(policy="hygen-fcfs", page_size=16, conservativeness=0.3),
+        SoakSpec(policy="hygen-vtc", page_size=16, conservativeness=0.3),
+        SoakSpec(policy="echo-regular", page_size=16, conservativeness=0.3),
         SoakSpec(policy="echo-bs", page_size=1, overlap=False),
         SoakSpec(policy="echo-bs+e", page_size=64),
         SoakSpec(policy="echo-bs+e+s", page_size=1, conservativeness=0.3),
@@ -156,4 +158,5 @@ def _matrix() -> tuple[SoakSpec, ...]:
 
 
 MATRIX = _matrix()
-"""All policies, page sizes and switches, not all combinations; stock scheduling for comparison."""
+"""Page sizes, switches and all policies but those that need a profile, not all combinations; stock
+scheduling for comparison."""

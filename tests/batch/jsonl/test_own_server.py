@@ -46,7 +46,10 @@ def wait_gone(pid):
 
 def child_of(log):
     deadline_s = time.monotonic() + 120
-    while "child" not in (text := log.read_text() if log.exists() else ""):
+    while (
+        not (text := log.read_text() if log.exists() else "").startswith("child")
+        or "\n" not in text
+    ):
         assert time.monotonic() < deadline_s, "the server did not start"
         time.sleep(0.02)
     return int(text.split()[1])

@@ -111,6 +111,7 @@ def test_the_dashboard_asks_for_what_there_is():
     left_out = {"e2e_seconds", "prediction_error_ratio", "policy_given_up", "pool_tokens"}
     left_out |= {"pool_sharing_ratio", "pool_expected_hit_ratio", "batches_tokens_total"}
     left_out |= {"batch_lines", "batch_tokens", "batch_age_seconds", "cancelled_total"}
+    left_out |= {"shared_prefix_iterations_total", "shared_prefix_decodes_total"}
     assert set(metrics) - shown - host == {f"cosched:{name}" for name in left_out}
 
 
