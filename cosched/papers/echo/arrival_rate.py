@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import deque
 
-from cosched.memory.demand import OnlineDemand
+from cosched.memory.demand import DemandReservation, OnlineDemand
 
 WINDOW_S = 900.0
 BIN_S = 10.0
@@ -58,13 +58,13 @@ class ArrivalRate:
         return (mean + self._deviations * spread) / BIN_S
 
 
-class ArrivalReservation:
+class ArrivalReservation(DemandReservation):
     """What online requests would hold at the predicted rate, and at least what they hold."""
 
     counts_returning = False
 
     def __init__(self, demand: OnlineDemand) -> None:
-        self.demand = demand
+        super().__init__(demand)
         self._rate = ArrivalRate(deviations=demand.deviations)
         self._growth = 1.0
         """Predicted over mean rate."""
@@ -73,7 +73,7 @@ class ArrivalReservation:
         self._rate.arrived(now_s)
 
     def sample(self, num_tokens: int, now_s: float) -> None:
-        self.demand.sample(num_tokens, now_s)
+        super().sample(num_tokens, now_s)
         self._rate.advance(now_s)
         mean = self._rate.mean
         self._growth = self._rate.predicted / mean if mean else 1.0

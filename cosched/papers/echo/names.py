@@ -41,7 +41,7 @@ ENTRIES = (
         source="Echo §4.2, §7.1 (BS+E+S+M)",
         make=EchoPolicy,
         pool=PoolConfig(num_buckets=4),
-        kv=KvConfig(eviction="echo", reservation="cosched"),
+        kv=KvConfig(eviction="echo"),
         timed=True,
     ),
     _entry(
