@@ -10,10 +10,10 @@ import asyncio
 import logging
 import math
 import secrets
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import count, groupby
 from operator import itemgetter
@@ -26,6 +26,7 @@ from cosched.batch.errors import Redaction, StoreUnavailableError
 from cosched.batch.files import FileStore
 from cosched.batch.forecast import BatchOutlook, Forecast, forecasts_of, outlooks_of
 from cosched.batch.free_places import FreePlaces, Here
+from cosched.batch.in_flight import LinesInFlight
 from cosched.batch.ingest import LineRules, ServedModels, ValidationTurns, validate
 from cosched.batch.jsonl.client import Client
 from cosched.batch.jsonl.line_results import Answer, Failure
@@ -58,14 +59,6 @@ _MIN_DEADLINE_S = 1.0
 _BEATS_PER_LEASE = 3
 _PAST_BATCHES = 8
 _NUM_THREADS, _THREADS_PER_WORK = 6, 2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _InFlight:
-    """A line that was taken and whose result is not written yet."""
-
-    task: asyncio.Task[None]
-    num_bytes: int
 
 
 class Feeder:
@@ -110,7 +103,7 @@ class Feeder:
         self._lookers: list[asyncio.Future[None]] = []
         self.finished: Counter[str] = Counter()
         """Since the start: answered and failed lines, input and output tokens."""
-        self._in_flight: dict[str, dict[int, _InFlight]] = defaultdict(dict)
+        self._in_flight = LinesInFlight()
         self._num_behind = 0
         """Lines of all batches that are not sent yet, a server's part of them."""
         self._finished: list[Finished] = []
@@ -127,7 +120,7 @@ class Feeder:
 
     @property
     def num_in_flight(self) -> int:
-        return sum(map(len, self._in_flight.values()))
+        return len(self._in_flight)
 
     def wake(self) -> None:
         """There is something new in the store."""
@@ -151,7 +144,7 @@ class Feeder:
                 for work in (self._beat, self._decide, self._follow, self._write, self._sweep):
                     group.create_task(work())
         finally:
-            left = [one.task for some in self._in_flight.values() for one in some.values()]
+            left = self._in_flight.tasks()
             left += self._endings.values()
             left += [] if self._validation is None else [self._validation]
             for task in left:
@@ -193,7 +186,7 @@ class Feeder:
                         "have its lines now",
                         lease_s,
                     )
-                    await self._drop(list(self._in_flight))
+                    await self._drop(list(self._in_flight.by_batch()))
                     await self._join()
                 self.num_servers = max(num_alive, 1)
             except Exception as error:
@@ -202,13 +195,9 @@ class Feeder:
 
     async def _drop(self, names: Sequence[str]) -> None:
         """Cancel the lines of batches in flight, and write what is finished."""
-        tasks = [one.task for name in names for one in self._in_flight.get(name, {}).values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._in_flight.cancel(names)
         await self._flush()
-        for name in names:
-            self._in_flight.pop(name, None)
+        self._in_flight.forget(names)
 
     async def _decide(self) -> None:
         while True:
@@ -287,14 +276,10 @@ class Feeder:
             rate = replace(self.rate, tokens_per_s=self.rate.tokens_per_s * self.num_servers)
         if rate is None:
             return {}
-        sizes = {
-            name: [one.num_bytes for one in list(lines.values())]
-            for name, lines in list(self._in_flight.items())
-        }
         return forecasts_of(
             [batch for batch in found if batch.status in WITH_LINES],
             now=self._store.now(),
-            sizes=sizes,
+            sizes=self._in_flight.sizes(),
             meter=self._meter,
             rate=rate,
             num_servers=self.num_servers,
@@ -352,8 +337,8 @@ class Feeder:
 
     async def _refill(self, found: Sequence[Batch]) -> None:
         found = [batch for batch in found if self._keys.may_have_batches(batch.owner)]
-        in_flight = {name: len(some) for name, some in self._in_flight.items()}
-        if not found or not self._places.are_due(self.num_in_flight, found, in_flight):
+        in_flight = self._in_flight.by_batch()
+        if not found:
             return
         progress = self._meter.progress
         here = Here(
@@ -363,14 +348,17 @@ class Feeder:
             num_servers=self.num_servers,
             late={batch.id for batch in found if self._is_late(batch)},
         )
+        is_due = self._places.are_due(self.num_in_flight, found, in_flight)
+        claims = await self._run("step", self._places.next, found, here) if is_due else []
+        if not claims:
+            await self._give_back(found, here)
+            return
         by_id = {batch.id: batch for batch in found}
         num_waiting = sum(batch.num_left for batch in found) - self.num_in_flight
-        claims = await self._run("step", self._places.next, found, here)
         await self._update_models()
         away: FilesUnavailableError | None = None
         for claim in claims:
-            lines_here = [one for some in self._in_flight.values() for one in some.values()]
-            max_bytes = _MAX_BYTES - sum(one.num_bytes for one in lines_here)
+            max_bytes = _MAX_BYTES - self._in_flight.num_bytes
             if max_bytes <= 0:
                 return
             lines, missing = await self._run("step", self._take, by_id, claim, max_bytes)
@@ -378,12 +366,19 @@ class Feeder:
             num_waiting -= len(lines)
             self._num_behind = max(num_waiting, 0) // self.num_servers
             for batch, line in lines:
-                self._in_flight[batch.id][line.number] = _InFlight(
-                    task=asyncio.create_task(self._answer(batch, line)),
-                    num_bytes=len(line.body) if isinstance(line, RequestLine) else 0,
-                )
+                num_bytes = len(line.body) if isinstance(line, RequestLine) else 0
+                task = asyncio.create_task(self._answer(batch, line))
+                self._in_flight.add(batch.id, line.number, task, num_bytes=num_bytes)
         if away is not None:
             raise away
+
+    async def _give_back(self, found: Sequence[Batch], here: Here) -> None:
+        """Lines that other servers have places for."""
+        if here.num_servers > 1:
+            surplus = await self._run("step", self._places.surplus, found, here)
+            for name, numbers in (await self._in_flight.cancel_last(surplus)).items():
+                give_back = partial(self._store.give_back, name, server=self._name)
+                await self._run("step", give_back, numbers)
 
     def _is_late(self, batch: Batch) -> bool:
         forecast = self._forecasts.get(batch.id)
@@ -485,7 +480,7 @@ class Feeder:
                 self.finished["answered" if one.is_answer else "failed"] += 1
                 self.finished["input"] += one.input_tokens
                 self.finished["output"] += one.output_tokens
-                self._in_flight[one.batch_id].pop(one.number, None)
+                self._in_flight.remove(one.batch_id, one.number)
 
     async def _sweep(self) -> None:
         while True:

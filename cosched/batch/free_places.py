@@ -31,6 +31,8 @@ _SPARE = 4
 """Lines that a server may have beyond its part of the last ones."""
 _LEAST_PAGE, _PAGES_LEFT = 8, 2
 """Least lines that a server takes at a time near the end, and pages in which it takes its part."""
+_LEAST_SURPLUS = 0.25
+"""A server gives lines back only where they are so many of its own: speeds are uncertain."""
 _SHARES_AHEAD = 4
 """On a shared store a server sets aside a quarter of its part of the rest: all end together."""
 
@@ -107,19 +109,36 @@ class FreePlaces:
                     claims.append(Claim(parts=parts, limit=limit, num_ahead=num_ahead))
         return claims
 
+    def surplus(self, found: Sequence[Batch], here: Here) -> int:
+        """How many lines this server gives back, where it has more than its part, more than it
+        runs, and no server finds any in the store: another one has joined, or is faster."""
+        num_taken = sum(self._store.num_taken().values())
+        num_left = sum(batch.num_left for batch in found)
+        if here.num_running is None or num_left - num_taken > 0:
+            return 0
+        self._divide(found, here, num_taken=num_taken)
+        excess = here.num - self._part(found, here)
+        least = max(_LEAST_PAGE, _LEAST_SURPLUS * here.num)
+        return min(math.floor(excess), here.num - here.num_running) if excess >= least else 0
+
+    def _part(self, found: Sequence[Batch], here: Here) -> int:
+        """Of the lines without a result, by the speed of this server."""
+        num_left = sum(batch.num_left for batch in found)
+        return math.ceil(num_left * self._speed.part(here.num_servers))
+
     def _divide(self, found: Sequence[Batch], here: Here, *, num_taken: int) -> None:
         """How many lines this server may have, and how many it takes at a time.
 
         Where servers share the last lines, each has as many as it can answer until the others are
         done too, and takes few at a time: all end together.
         """
-        self._speed.look(found, here.num_finished)
+        self._speed.look(found, here)
         config = self._config
         self._most = config.high_watermark
         self._page = config.high_watermark - config.low_watermark
         if here.num_servers > 1:
             num_left = sum(batch.num_left for batch in found)
-            part = math.ceil(num_left * self._speed.part(here.num_servers))
+            part = self._part(found, here)
             if here.num_running is not None and here.num_running < here.num:
                 # Of the others some wait in the store, where any server finds them.
                 needed = math.ceil(_PER_RUNNING * here.num_running)
@@ -158,10 +177,15 @@ class _Speed:
         self._done: dict[str, int] = {}
         """Batch in progress -> its lines with a result."""
         self._num_here = 0
+        self._num_servers = 1
         self._here = self._all = 0.0
         """Finished lines, of which earlier ones weigh less."""
 
-    def look(self, found: Sequence[Batch], num_here: int) -> None:
+    def look(self, found: Sequence[Batch], at: Here) -> None:
+        num_here = at.num_finished
+        if at.num_servers != self._num_servers:  # what was measured is no part of the new ones
+            self._num_servers = at.num_servers
+            self._here = self._all = 0.0
         done = {batch.id: batch.total - batch.num_left for batch in found}
         more = sum(max(num - self._done.get(name, num), 0) for name, num in done.items())
         here, self._num_here, self._done = num_here - self._num_here, num_here, done

@@ -282,6 +282,13 @@ class BatchStore:
             row = _row(connection, name, is_locked=True)
             release(connection, row.seq, lines.c.lease_owner == server)
 
+    def give_back(self, name: str, numbers: Sequence[int], *, server: str) -> None:
+        """These lines are not in flight at this server any more: others may take them."""
+        with self._database.write() as connection:
+            row = _row(connection, name, is_locked=True)
+            mine = sa.and_(lines.c.lease_owner == server, lines.c.number.in_(numbers))
+            release(connection, row.seq, mine)
+
     def finish(self, finished: Sequence[Finished]) -> int:
         """Keep the results of lines; how many. A line that has a result keeps it, and results of
         deleted batches are dropped."""

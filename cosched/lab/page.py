@@ -308,7 +308,7 @@ class Page:
             if scenario.varied is None or not rows:
                 continue
             panels = []
-            for column in suite.columns:
+            for column in suite.drawn or suite.columns:
                 lines: dict[str, list[tuple[float, float | None]]] = {}
                 for key, cells in rows:
                     point = float(key.value), _number(cells.get(column, ""))

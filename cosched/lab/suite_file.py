@@ -268,6 +268,7 @@ class SuiteFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     options    of all scenarios
     generated  workload -> the one that takes its place where there is no data folder
     ratios     more columns, by name
+    drawn      columns of the picture; default: all
     """
 
     title: str
@@ -278,6 +279,7 @@ class SuiteFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     machines: dict[str, SuiteMachine] = {}
     search: SuiteSearch | None = None
     ratios: dict[str, Ratio] = {}
+    drawn: tuple[str, ...] = ()
     beside: Beside | None = None
     seeds: int = 1
     spread: Literal["interval", "range"] = "interval"
@@ -302,6 +304,7 @@ class SuiteFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
         settings |= {s for scenario in self.scenarios.values() for s in scenario.settings}
         check_known("setting", settings, self.settings)
         check_known("column", self.columns, {**COLUMNS, **self.ratios})
+        check_known("column", self.drawn, self.columns)
         named = [target.column for target in self.targets]
         named += [target.keeps.column for target in self.targets if target.keeps]
         named += [ratio.column for ratio in self.ratios.values()]

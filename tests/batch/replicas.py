@@ -1,10 +1,11 @@
-"""Two real servers with one store; one is killed while a batch runs and chats continue.
+"""Real servers with one store; one is killed while a batch runs and chats continue.
 
-    scripts/kill_replica [--lines 600] [--max-tokens 60] [--users 2] [--router PYTHON]
+    scripts/kill_replica [--lines 600] [--max-tokens 60] [--users 2] [--replicas 2] [--add]
+                         [--router PYTHON]
 
-Both have the tiny model and one PostgreSQL store of the test's own. A batch is uploaded to the
-second; when a third of its lines is answered, the first is killed (``kill -9``). Every line must
-have one result. Chat users ask the second server, or with ``--router`` SGLang's own router before
+They have the tiny model and one PostgreSQL store of the test's own. A batch is uploaded to the
+second; when a third of its lines is answered, the first is killed (``kill -9``), and with ``--add``
+another one is started, which must get its part. Every line must have one result. Chat users ask the second server, or with ``--router`` SGLang's own router before
 both: PYTHON is one that has ``sglang-router``, in an environment without SGLang. Prints one JSON
 object, and ends with 1 when something was wrong.
 """
@@ -121,25 +122,31 @@ def answered_lines(url):
     raise AssertionError(text)
 
 
-def run(root, forks, *, num_lines, max_tokens, num_users, chats_beside_s=5.0, router_python=None):
-    """What was seen; AssertionError when something is wrong. `chats_beside_s`: duration of chats
-    before the batch, and after it."""
+def run(
+    root,
+    forks,
+    *,
+    num_lines,
+    max_tokens,
+    num_users,
+    num_replicas=2,
+    adds=False,
+    chats_beside_s=5.0,
+    router_python=None,
+):
+    """What was seen; AssertionError when something is wrong. `adds`: a server, after the kill.
+    `chats_beside_s`: duration of chats before the batch, and after it."""
     model = ensure_demo_model(size="tiny", dtype="float32")
     with contextlib.ExitStack() as stack:
         cluster = stack.enter_context(postgres.cluster())
         config = {"batches": {"folder": str(root), "url": cluster.url, "lease_s": LEASE_S}}
-        servers = [
-            stack.enter_context(
-                start_server(
-                    model,
-                    "--cosched-policy",
-                    "cosched",
-                    env={ENV_VAR: json.dumps(config)},
-                    forks=forks,
-                )
-            )
-            for _ in range(2)
-        ]
+        env = {ENV_VAR: json.dumps(config)}
+
+        def started():
+            server = start_server(model, "--cosched-policy", "cosched", env=env, forks=forks)
+            return stack.enter_context(server)
+
+        servers = [started() for _ in range(num_replicas)]
         urls = [server.url for server in servers]
         front = (
             urls[1] if router_python is None else stack.enter_context(router(router_python, urls))
@@ -159,9 +166,12 @@ def run(root, forks, *, num_lines, max_tokens, num_users, chats_beside_s=5.0, ro
         answered = [answered_lines(url) for url in urls]
         os.killpg(servers[0].process.pid, signal.SIGKILL)
         killed_s = time.monotonic()
+        added = started() if adds else None
+        done_before = api.batches.retrieve(batch.id).request_counts.completed
         ended = api.wait(batch, timeout_s=300)
         ended_s = time.monotonic()
         records = api.records(ended.output_file_id)
+        by_added = answered_lines(added.url) if added is not None else None
         time.sleep(chats_beside_s)
         seen = sorted(chats.seen)
     assert ended.status == "completed", ended
@@ -169,9 +179,14 @@ def run(root, forks, *, num_lines, max_tokens, num_users, chats_beside_s=5.0, ro
     assert (counts.total, counts.completed, counts.failed) == (num_lines, num_lines, 0), ended
     assert [one["custom_id"] for one in records] == [one["custom_id"] for one in lines]
     assert ended.usage.output_tokens == num_lines * max_tokens, "tokens are counted once"
+    if added is not None:
+        assert done_before < num_lines, "the batch was over before the new server had started"
+        assert by_added, "the new server got no line"
     return {
         "lines": num_lines,
-        "answered_before_the_kill": {"killed": answered[0], "other": answered[1]},
+        "answered_before_the_kill": {"killed": answered[0], "others": answered[1:]},
+        "answered_by_the_added": by_added,
+        "left_when_added": num_lines - done_before,
         "batch_s": round(ended_s - began_s, 1),
         "after_the_kill_s": round(ended_s - killed_s, 1),
         "chats": {
@@ -199,6 +214,8 @@ def main():
     parser.add_argument("--lines", type=int, default=600)
     parser.add_argument("--max-tokens", type=int, default=60)
     parser.add_argument("--users", type=int, default=2)
+    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--add", action="store_true", help="start a server after the kill")
     parser.add_argument("--router", metavar="PYTHON", help="one that has sglang-router")
     arguments = parser.parse_args()
     with contextlib.ExitStack() as stack:
@@ -212,6 +229,8 @@ def main():
                 num_lines=arguments.lines,
                 max_tokens=arguments.max_tokens,
                 num_users=arguments.users,
+                num_replicas=arguments.replicas,
+                adds=arguments.add,
                 router_python=arguments.router,
             )
         except (AssertionError, ServerError) as error:

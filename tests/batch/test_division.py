@@ -37,6 +37,7 @@ class Server:
     at_server: deque = field(default_factory=deque)
     asked: list = field(default_factory=list)
     num_finished: int = 0
+    num_given: int = 0
     last_step: int = 0
     _done: float = 0.0
 
@@ -56,15 +57,22 @@ class Server:
             num_servers=num_servers,
         )
         found = [batch for batch in store.open() if batch.status is Status.IN_PROGRESS]
-        for claim in self.claims.next(found, here):
+        claims = self.claims.next(found, here)
+        if not claims and num_servers > 1:
+            for _ in range(self.claims.surplus(found, here)):
+                name, number = self.at_server.pop()
+                store.give_back(name, [number], server=self.name)
+                self.num_given += 1
+        for claim in claims:
             lines = store.take(claim, max_bytes=10**9, server=self.name)
             self.at_server += [(name, line.number) for name, line in lines]
             self.asked += [(name, line.number) for name, line in lines]
         assert len(self.at_server) <= CONFIG.high_watermark
 
 
-def answered(num_documents, num_batches, speeds, *, is_known=True):
-    """The servers, after they have answered batches of equal lines on the same documents."""
+def answered(num_documents, num_batches, speeds, *, is_known=True, later=0):
+    """The servers, after they have answered batches of equal lines on the same documents. later:
+    the step at which all but the first join."""
     with contextlib.closing(Database("sqlite://")) as database:
         database.is_shared = True  # as PostgreSQL; of one thread
         store = BatchStore(database, clock=Clock())
@@ -80,8 +88,9 @@ def answered(num_documents, num_batches, speeds, *, is_known=True):
         step = 0
         while any(batch.status is Status.IN_PROGRESS for batch in store.open()):
             step += 1
-            for server in servers:
-                server.step(store, len(servers), step)
+            alive = servers if step > later else servers[:1]
+            for server in alive:
+                server.step(store, len(alive), step)
     return servers
 
 
@@ -137,3 +146,40 @@ def test_servers_of_different_speeds_end_together_and_share_few_documents(speeds
     assert max(server.last_step for server in servers) <= 1.03 * num_lines / sum(speeds) + few
     found = {(server.name, n % num_documents) for server in servers for _, n in server.asked}
     assert len(found) <= num_documents + 4 * (len(speeds) - 1)
+
+
+@pytest.mark.parametrize("speeds", [(1.0, 1.0), (1.0, 0.5), (1.0, 1.0, 1.0)])
+def test_a_server_that_joins_gets_its_part_of_lines_that_wait_at_another(speeds):
+    """All lines of a batch below the watermark are at the first server by then."""
+    servers = answered(num_documents=6, num_batches=1, speeds=speeds, later=12)
+    num_lines, num_left = 60, 48
+    done = [server.num_finished for server in servers]
+    assert sum(done) == num_lines
+    assert max(server.last_step for server in servers) <= 12 + num_left / sum(speeds) + 10
+    asked = [line for server in servers for line in server.asked]
+    assert len(asked) - len(set(asked)) <= servers[0].num_given <= num_left, "each moves once"
+    assert sum(server.num_given for server in servers[1:]) == 0
+
+
+def test_lines_are_not_given_back_without_need():
+    with contextlib.closing(Database("sqlite://")) as database:
+        database.is_shared = True
+        store = BatchStore(database, clock=Clock())
+        store.join("me", lease_s=10**9)
+        claims = FreePlaces(store, CONFIG, lambda owner, tenant: ONE_TENANT)
+        batch = in_progress(store, [new_line(n, key(n)) for n in range(60)])
+        alone = Here(in_flight={}, num_running=0)
+        [claim] = claims.next(store.open(), alone)
+        store.take(claim, max_bytes=10**9, server="me")
+
+        def surplus(num_servers, num_running):
+            here = Here(in_flight={batch: 60}, num_running=num_running, num_servers=num_servers)
+            return claims.surplus(store.open(), here)
+
+        assert surplus(2, 12) == 30
+        assert surplus(4, 12) == 45
+        assert surplus(2, 50) == 10, "lines that run stay"
+        assert surplus(2, None) == 0, "it is not known what runs"
+        more = in_progress(store, [new_line(n, key(n)) for n in range(9)])
+        assert surplus(2, 12) == 0, "others find lines in the store"
+        assert store.get(more).num_left == 9

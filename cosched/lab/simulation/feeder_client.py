@@ -59,6 +59,35 @@ def prompt_key(request: TraceRequest) -> bytes:
     return text_key(np.array(ids, dtype=np.int32).tobytes())
 
 
+def submit(store: BatchStore, job: Job, *, server: str) -> str:
+    """The name of the new batch. server: is a member of the store"""
+    asked = NewBatch(
+        owner="",
+        tenant=job.tenant,
+        endpoint="/v1/completions",
+        input_file_id="",
+        completion_window="30d",
+        window_s=_WINDOW_S,
+        metadata=None,
+        output_expires_after_s=None,
+    )
+    name = store.create(asked).id
+    store.begin_validation(name, server=server)
+    lines = [
+        NewLine(
+            number=number,
+            custom_id=request.rid,
+            start=0,
+            num_bytes=_TOKEN_BYTES * request.num_prompt_tokens,
+            prefix_key=prompt_key(request),
+        )
+        for number, request in enumerate(job.requests)
+    ]
+    store.add_lines(name, lines, server=server)
+    store.accept(name, server=server)
+    return name
+
+
 class FeederClient:
     """One server's feeder. A request arrives when it is sent."""
 
@@ -69,17 +98,17 @@ class FeederClient:
         config: BatchesConfig,
         database: Database | None = None,
         server: str = "simulated",
-        num_servers: int = 1,
         vocab_size: int = VOCAB_SIZE,
     ) -> None:
-        """database: of `num_servers` servers, of which this one has a name; None: its own"""
-        self._num_servers = num_servers
+        """database: of several servers, of which this one has a name; None: its own"""
+        self._num_servers = 1
         self._config = config
         self._vocab_size = vocab_size
         self._server = server
         self._now_s = 0.0
         self._store = BatchStore(database or Database("sqlite://"), clock=lambda: self._now_s)
-        self._store.join(server, lease_s=_ALIVE_S)
+        if database is None:
+            self._store.join(server, lease_s=_ALIVE_S)
         self._claims = FreePlaces(self._store, config, self._share)
         self._jobs = sorted(jobs, key=lambda job: job.start_s)
         self._lines: dict[str, Sequence[TraceRequest]] = {}
@@ -90,6 +119,8 @@ class FeederClient:
         self._num_waiting = self._num_finished = 0
         self.num_running: Callable[[], int | None] = lambda: None
         """Offline requests that have begun, if the engine says it."""
+        self.abort: Callable[[str], None] = lambda rid: None
+        """A request, which then does not end."""
 
     def _share(self, owner: str, tenant: str) -> Share:
         return share_of(share_path(tenant), self._config.tenant_weights)
@@ -111,48 +142,25 @@ class FeederClient:
             self._finished.append(Finished(batch_id=batch, number=number, is_answer=True, data=b""))
 
     def _submit(self, job: Job) -> None:
-        asked = NewBatch(
-            owner="",
-            tenant=job.tenant,
-            endpoint="/v1/completions",
-            input_file_id="",
-            completion_window="30d",
-            window_s=_WINDOW_S,
-            metadata=None,
-            output_expires_after_s=None,
-        )
-        name = self._store.create(asked).id
-        self._store.begin_validation(name, server=self._server)
-        lines = [
-            NewLine(
-                number=number,
-                custom_id=request.rid,
-                start=0,
-                num_bytes=_TOKEN_BYTES * request.num_prompt_tokens,
-                prefix_key=prompt_key(request),
-            )
-            for number, request in enumerate(job.requests)
-        ]
-        self._store.add_lines(name, lines, server=self._server)
-        self._store.accept(name, server=self._server)
-        self._lines[name] = job.requests
-        self._num_waiting += len(lines)
+        self._lines[submit(self._store, job, server=self._server)] = job.requests
+        self._num_waiting += len(job.requests)
 
     def _flush(self) -> None:
         self._num_finished += self._store.finish(self._finished)
         self._finished.clear()
 
-    def _refill(self) -> Iterator[Arrival]:
-        self._flush()
-        found = [one for one in self._store.open() if one.status is Status.IN_PROGRESS]
-        names = [batch for batch, _ in self._in_flight.values()]
-        here = Here(
-            in_flight=Counter(names),
+    def _here(self) -> Here:
+        return Here(
+            in_flight=Counter(batch for batch, _ in self._in_flight.values()),
             num_finished=self._num_finished,
             num_running=self.num_running(),
             num_servers=self._num_servers,
         )
-        for claim in self._claims.next(found, here):
+
+    def _refill(self) -> Iterator[Arrival]:
+        self._flush()
+        found = [one for one in self._store.open() if one.status is Status.IN_PROGRESS]
+        for claim in self._claims.next(found, self._here()):
             taken = self._store.take(claim, max_bytes=_MAX_BYTES, server=self._server)
             self._num_waiting -= len(taken)
             requests = [self._lines[name][line.number] for name, line in taken]

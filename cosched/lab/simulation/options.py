@@ -32,6 +32,7 @@ from cosched.lab.cost_models.model_config import read_model_config
 from cosched.lab.cost_models.overheads import SETTINGS
 from cosched.lab.cost_models.registry import COST_MODELS
 from cosched.lab.cost_models.specs import GPUS, MODELS, ModelSpec
+from cosched.lab.simulation.fleet_spec import FleetSpec
 from cosched.lab.simulation.host_time import read_host_time
 from cosched.lab.simulation.machine import Machine
 from cosched.lab.simulation.requests import checked_tiers
@@ -64,6 +65,7 @@ _MACHINE, _COST = Machine(), CostSpec()
 _WORKLOAD_SECTION = section("Workload (docs/simulation.md)")
 _RUN_SECTION = section("Run")
 _MACHINE_SECTION = section("Simulated machine")
+_FLEET_SECTION = section("Fleet of such machines")
 _COST_SECTION = section("Iteration times of the simulated machine")
 _POLICY_SECTION = section("Policy")
 
@@ -163,6 +165,14 @@ class MachineOptions:
     window_kv_tokens: Count | None = None
 
 
+@explained_by(FleetSpec)
+@dataclass(kw_only=True)
+class FleetOptions:
+    replicas: Count = 1
+    absent: Annotated[str, Parameter(metavar="ABSENCES")] = ""
+    notice_s: Annotated[NotNegative, Parameter(name="--notice")] = 0.0
+
+
 @explained_by(CostSpec)
 @dataclass(kw_only=True)
 class CostOptions:
@@ -218,6 +228,7 @@ class RunOptions(MachineAndPolicy):
     offline: Annotated[OfflineOptions, _WORKLOAD_SECTION] = field(default_factory=OfflineOptions)
     slo: Annotated[SloOptions, _WORKLOAD_SECTION] = field(default_factory=SloOptions)
     length: Annotated[LengthOptions, _RUN_SECTION] = field(default_factory=LengthOptions)
+    fleet: Annotated[FleetOptions, _FLEET_SECTION] = field(default_factory=FleetOptions)
 
 
 def config_pairs(options: PolicyOptions) -> tuple[tuple[str, Any], ...]:
@@ -256,6 +267,7 @@ def run_spec_of(options: RunOptions, setting: Setting) -> RunSpec:
     return RunSpec(
         setting=setting,
         machine=machine_of(options.machine),
+        fleet=FleetSpec(**vars(options.fleet)),
         online=online,
         offline=offline,
         cost=cost_of(options.cost, data_dir),

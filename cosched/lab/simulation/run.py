@@ -102,6 +102,12 @@ def execute(
     decision to. ConfigError when the setting leaves its decisions to SGLang.
     """
     online, offline = load_requests(spec)
+    if spec.fleet.replicas > 1:
+        from cosched.lab.simulation.fleet import execute_fleet
+
+        if decision_log is not None:
+            raise ConfigError("--decision-log is for one replica")
+        return execute_fleet(spec, online, offline, on_progress=on_progress)
     return execute_requests(
         spec, online, offline, on_progress=on_progress, decision_log=decision_log
     )
@@ -112,10 +118,14 @@ def execute_requests(
     online: Sequence[TraceRequest],
     offline: Sequence[TraceRequest],
     *,
+    client: Source | None = None,
+    is_done: Callable[[], bool] | None = None,
     on_progress: Callable[[float], None] | None = None,
     decision_log: Path | None = None,
 ) -> RunResult:
-    """The same with these requests in place of the specification's workloads."""
+    """The same with these requests in place of the specification's workloads. client: of the
+    offline requests, in place of the specification's. is_done: when the job is; default: when all
+    of `offline` have ended."""
     config = config_of(spec, decision_log)
     identity = identity_of(spec)
     if config.latency_model is not None and policy_entry(config.policy).timed:
@@ -156,10 +166,12 @@ def execute_requests(
             raise ConfigError(f"SGLang refuses to run with {' '.join(flags)}: {error}") from error
         stack.enter_context(engine)
         sources: list[Source] = [online_client(online)]
-        if offline:
+        if client is None and offline:
             client = offline_client(spec, offline)
-            if isinstance(client, FeederClient):
-                client.num_running = lambda: _num_running(engine)
+        if isinstance(client, FeederClient):
+            client.num_running = lambda: _num_running(engine)
+            client.abort = engine.abort
+        if client is not None:
             sources.append(client)
         num_offline = len(offline)
         has_given_up = _giving_up(spec, engine)
@@ -173,13 +185,15 @@ def execute_requests(
             if engine.clock.now_s() >= spec.end_s:
                 return True
             gave_up = has_given_up()
+            if is_done is not None:
+                return gave_up or is_done()
             return gave_up or (bool(num_offline) and engine.num_finished_offline == num_offline)
 
         started_s = time.perf_counter()
         engine.run(sources, until=is_over)
         wall_s = time.perf_counter() - started_s
         end_s = min(engine.clock.now_s(), spec.end_s)
-        if not num_offline and not gave_up:
+        if client is None and not gave_up:
             end_s = spec.end_s
         records = [*engine.records, *engine.open_records()]
         iterations = ranks.merged(engine.iterations)
@@ -188,7 +202,7 @@ def execute_requests(
         return RunResult(
             spec=spec,
             summary=summarize_run(
-                spec, records, iterations, end_s=end_s, work=_work_of(spec, offline)
+                spec, records, iterations, end_s=end_s, work=work_of(spec, offline)
             ),
             records=records,
             iterations=iterations,
@@ -269,8 +283,8 @@ def summarize_run(
     return replace(summary, job=job)
 
 
-def _work_of(spec: RunSpec, offline: Sequence[TraceRequest]) -> JobWork | None:
-    """By the cost model without noise and at full speed."""
+def work_of(spec: RunSpec, offline: Sequence[TraceRequest]) -> JobWork | None:
+    """Of the job, by the cost model without noise and at full speed."""
     if not offline:
         return None
     exact = replace(spec, cost=replace(spec.cost, noise_sigma=0.0, slower=1.0))
@@ -279,7 +293,7 @@ def _work_of(spec: RunSpec, offline: Sequence[TraceRequest]) -> JobWork | None:
         cost_model_of(exact),
         kv_tokens=spec.machine.capacity(),
         max_running=spec.machine.slots(),
-        num_ranks=spec.machine.dp_ranks,
+        num_ranks=spec.machine.dp_ranks * spec.fleet.replicas,
     )
 
 

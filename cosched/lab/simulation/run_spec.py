@@ -11,6 +11,7 @@ from cosched.lab.cost_models.cost_model import PrefixReads
 from cosched.lab.cost_models.overheads import DeviceOverheads, overheads_named
 from cosched.lab.cost_models.specs import gpu_spec
 from cosched.lab.metrics.slo import JctTarget
+from cosched.lab.simulation.fleet_spec import FleetSpec
 from cosched.lab.simulation.machine import Machine
 from cosched.lab.simulation.setting import OfflineClient, Setting
 from cosched.policies import policy_entry
@@ -119,6 +120,7 @@ class RunSpec:
 
     setting: Setting
     machine: Machine = field(default_factory=Machine)
+    fleet: FleetSpec = field(default_factory=FleetSpec)
     online: WorkloadSpec | None = None
     offline: WorkloadSpec | None = None
     cost: CostSpec = field(default_factory=CostSpec)

@@ -229,6 +229,14 @@ class VirtualEngine:
         own = [f.record(self._reqs.get(rid), None) for rid, f in self._following.items()]
         return self._ranks.gather(own)
 
+    def abort(self, rid: str) -> None:
+        """Its client wants no answer any more. It leaves no record."""
+        self.local.abort(rid)
+        state = self._following.pop(rid, None)
+        self._reqs.pop(rid, None)
+        if state is not None:
+            self._num_prompt_tokens -= len(state.arrival.input_ids)
+
     def _hear_ended(self) -> None:
         """Requests have ended, on all ranks."""
         own, self._ended = self._ended, []
