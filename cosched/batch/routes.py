@@ -229,8 +229,7 @@ class _Routes:
             count = self._files.num_lines
             num_lines = await self._threads.run_long(key, count, file.id, max_line_bytes=most)
             asked = replace(asked, num_lines=num_lines)
-        batch = await self._threads.run(key, self._store.create, asked, once=once)
-        await self._service.look()
+        batch = await self._service.create(key, asked, headers=request.headers, once=once)
         return await self._shown(key, batch)
 
     def _ignored(self, body: bytes, asked: NewBatch) -> list[str]:

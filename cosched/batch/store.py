@@ -69,7 +69,10 @@ class BatchStore:
         clock: Callable[[], float],
         quota: QuotaConfig = NO_QUOTA,
         callback_rules: CallbackRules | None = None,
+        on_end: Callable[[Batch], None] = lambda batch: None,
     ) -> None:
+        """on_end: called by the server that ends a batch, in the thread that does"""
+        self._on_end = on_end
         self._database = database
         self._clock = clock
         self._quota = quota
@@ -261,6 +264,9 @@ class BatchStore:
             if _is_validated_by(row, server):
                 connection.execute(lines.delete().where(lines.c.batch == row.seq))
                 self._move(connection, row, Status.FAILED, faults=list(map(asdict, faults)))
+            ended = _batch_of(_row(connection, name))
+        if ended.status is Status.FAILED:
+            self._on_end(ended)
 
     def take(self, claim: Claim, *, max_bytes: int, server: str) -> list[tuple[str, Line]]:
         """Lease waiting lines, each with its batch: at most `claim.limit`, and after the first at
@@ -333,7 +339,7 @@ class BatchStore:
                 line = RequestLine(number=number, custom_id=custom_id, url=row.endpoint, body=b"")
                 data = writer.record(line, failure).data
                 closed.append(Finished(batch_id=name, number=number, is_answer=False, data=data))
-            self._record(connection, row.seq, closed)
+            self._record(connection, row.seq, closed, num_closed=len(closed))
             return len(closed)
 
     def is_done(self, name: str) -> bool:
@@ -358,7 +364,9 @@ class BatchStore:
             if Status.IN_PROGRESS not in row.times:
                 named["faults"] = [unsent(row.ending)]
             self._move(connection, row, Status(row.ending), ending=None, **named)
-            return True
+            ended = _batch_of(_row(connection, name))
+        self._on_end(ended)
+        return True
 
     def remove_ended(self, *, kept_s: float) -> int:
         """Delete batches that ended longer ago than this, and their results; how many."""
@@ -409,7 +417,9 @@ class BatchStore:
         connection.execute(files.insert().values(**asdict(file)))
         return file.id
 
-    def _record(self, connection: sa.Connection, seq: int, kept: Sequence[Finished]) -> None:
+    def _record(
+        self, connection: sa.Connection, seq: int, kept: Sequence[Finished], num_closed: int = 0
+    ) -> None:
         """Keep the first results of lines, which are done then."""
         if not kept:
             return
@@ -419,7 +429,7 @@ class BatchStore:
         rows = [dict(zip(names, (seq, *values), strict=True)) for values in found]
         connection.execute(results.insert(), rows)
         count = Counter(one.is_answer for one in kept)
-        added = {"completed": count[True], "failed": count[False]}
+        added = {"completed": count[True], "failed": count[False], "closed": num_closed}
         added |= {name: sum(getattr(one, name) for one in kept) for name in _SUMS}
         connection.execute(
             batches.update()

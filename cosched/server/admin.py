@@ -10,7 +10,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from fastapi import HTTPException, Request
@@ -32,6 +32,9 @@ from cosched.server.front import own_request
 from cosched.server.history import PERIOD_S, History
 from cosched.server.middleware import App, Message, Receive, Scope, Send, add_page
 from cosched.server.preparation import LoopLag, PreparationGate
+
+if TYPE_CHECKING:
+    from cosched.batch.tracing import BatchTracer
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +124,7 @@ def add_routes(app: Any, config: Config) -> None:
         _run_beside(app, recording)
 
 
-def add_batches(app: Any, config: Config, api_key: str | None) -> None:
+def add_batches(app: Any, config: Config, server_args: Any) -> None:
     """The routes of Files and Batches, and the feeder, which lives as long as the application;
     before it starts."""
     from cosched.batch import routes
@@ -129,7 +132,9 @@ def add_batches(app: Any, config: Config, api_key: str | None) -> None:
 
     if config.policy == "sglang":
         logger.warning("batches: under policy 'sglang' their requests queue with chats")
-    service = BatchService(config.batches, keys=config.api_keys())
+    api_key = server_args.api_key
+    tracer = _batch_tracer(server_args)
+    service = BatchService(config.batches, keys=config.api_keys(), tracer=tracer)
     service.loop_lag_s = lambda: app.state.cosched_loop_lag.most_s
     logger.info("batches: %s", service.summary())
     routes.add_routes(
@@ -150,6 +155,17 @@ def add_batches(app: Any, config: Config, api_key: str | None) -> None:
             scope=_scope_of_lines(app),
         ),
     )
+
+
+def _batch_tracer(server_args: Any) -> BatchTracer | None:
+    """Spans of batches go where those of SGLang go, at every level but 0."""
+    if not server_args.enable_trace:
+        return None
+    from sglang.srt.observability.trace import get_global_trace_level
+
+    from cosched.batch.tracing import BatchTracer
+
+    return BatchTracer(is_on=lambda: get_global_trace_level() > 0)
 
 
 def _offer() -> Offer:

@@ -27,14 +27,15 @@ class Clock:
 
 class StandIn:
     """What the engine was asked, and what it answers: `delay_s` after, an echo of the prompt; 400
-    where the prompt is "refuse", and nothing as long as `is_held` or to requests after the first
-    `num_answered`."""
+    where the prompt is "refuse", 503 at first where it is "busy", and nothing as long as `is_held`
+    or to requests after the first `num_answered`."""
 
-    def __init__(self, config, *, delay_s=0.01, clock=time.time, keys=None):
+    def __init__(self, config, *, delay_s=0.01, clock=time.time, keys=None, tracer=None):
         self.delay_s = delay_s
         self.asked = Counter()
         self.order = []
         self.deadlines = {}
+        self.traceparents = {}
         self.usage = {"prompt_tokens": 3, "completion_tokens": 2}
         self.hung_up = 0
         self.note = None  # a file to which each prompt is written
@@ -47,7 +48,7 @@ class StandIn:
         self.offer = Offer()
         self.num_in_flight = 0
         self.most_in_flight = 0
-        self.service = BatchService(config, clock=clock, keys=keys)
+        self.service = BatchService(config, clock=clock, keys=keys, tracer=tracer)
 
         @asynccontextmanager
         async def lifespan(app):
@@ -93,6 +94,9 @@ class StandIn:
         self.asked[prompt] += 1
         self.order.append(prompt)
         self.deadlines[prompt] = request.state.deadline_s
+        self.traceparents[prompt] = request.headers.get("traceparent")
+        if prompt == "busy" and self.asked[prompt] == 1:
+            return JSONResponse({}, status_code=503)
         if self.note is not None:
             os.write(self.note, f"{prompt}\n".encode())
         number = len(self.order)
