@@ -18,7 +18,7 @@ from cosched.batch.callback_rules import callback_rules
 from cosched.batch.callback_sender import CallbackSender
 from cosched.batch.callbacks import CallbackQueue
 from cosched.batch.config import BatchesConfig
-from cosched.batch.errors import StoreUnavailableError
+from cosched.batch.errors import ApiError, StoreUnavailableError
 from cosched.batch.feeder import Feeder
 from cosched.batch.files import FileStore
 from cosched.batch.forecast import BatchOutlook
@@ -30,8 +30,10 @@ from cosched.batch.rate import WorkProgress
 from cosched.batch.storage import without_secrets
 from cosched.batch.store import BatchStore
 from cosched.batch.threads import FairSlots, FairThreads
+from cosched.batch.uploads import Uploads
 from cosched.limits.api_keys import ApiKeys
 from cosched.limits.bounds import ANY_MODEL, Scope
+from cosched.limits.claims import hex_digest, presented_key
 
 if TYPE_CHECKING:
     from cosched.batch.tracing import BatchTracer
@@ -94,6 +96,7 @@ class BatchService:
         )
         slots = FairSlots(_NUM_THREADS, per_key=_THREADS_PER_KEY, max_waiting=_MAX_WAITING)
         self.threads = FairThreads("cosched-files", slots, answer_s=_ANSWER_S, rest_s=_REST_S)
+        self.uploads = Uploads(config, self.files, self.threads)
         self._costs = FairThreads("cosched-costs", FairSlots(1, per_key=1))
         self._feeder: Feeder | None = None
         self.loop_lag_s: Callable[[], float] = lambda: 0.0
@@ -116,6 +119,15 @@ class BatchService:
         """There is something new for the feeder."""
         if self._feeder is not None:
             self._feeder.wake()
+
+    def check_may_batch(self, headers: Mapping[str, str]) -> None:
+        """ApiError 403 if the API key of a request may have no batches."""
+        if not self.keys.may_be_offline(hex_digest(presented_key(headers))):
+            raise ApiError(
+                "this API key may have no offline requests (claims.keys: its max_offline is 0), so "
+                "it may have no batches",
+                status=403,
+            )
 
     async def create(
         self, key: str, asked: NewBatch, *, headers: Mapping[str, str], once: Once | None = None

@@ -34,6 +34,7 @@ from cosched.batch.jsonl.lines import (
     CHAT,
     COMPLETIONS,
     EMBEDDINGS,
+    MESSAGES,
     RESPONSES,
     RequestLine,
 )
@@ -44,6 +45,7 @@ _OPERATIONS = {
     CHAT: "chat",
     COMPLETIONS: "text_completion",
     EMBEDDINGS: "embeddings",
+    MESSAGES: "chat",
     RESPONSES: "chat",
 }
 """Url -> ``gen_ai.operation.name``; for others the last part of the url."""

@@ -30,7 +30,15 @@ from cosched.policies import policy_entry
 from cosched.server.checks import scope_of
 from cosched.server.front import own_request
 from cosched.server.history import PERIOD_S, History
-from cosched.server.middleware import App, Message, Receive, Scope, Send, add_page
+from cosched.server.middleware import (
+    App,
+    Message,
+    Receive,
+    Scope,
+    Send,
+    add_key_header,
+    add_page,
+)
 from cosched.server.preparation import LoopLag, PreparationGate
 
 if TYPE_CHECKING:
@@ -118,6 +126,7 @@ def add_routes(app: Any, config: Config) -> None:
     app.add_api_route("/cosched/history", protect(show_history), methods=["GET"])
     app.add_api_route("/cosched/offline", protect(set_offline), methods=["POST"])
     app.add_middleware(_TurnAway)
+    add_key_header(app)
     add_page(app)
     _run_beside(app, lag.measuring)
     if policy_entry(config.policy).make is not None:
@@ -127,7 +136,7 @@ def add_routes(app: Any, config: Config) -> None:
 def add_batches(app: Any, config: Config, server_args: Any) -> None:
     """The routes of Files and Batches, and the feeder, which lives as long as the application;
     before it starts."""
-    from cosched.batch import routes
+    from cosched.batch import message_batches, routes
     from cosched.batch.service import BatchService
 
     if config.policy == "sglang":
@@ -137,13 +146,10 @@ def add_batches(app: Any, config: Config, server_args: Any) -> None:
     service = BatchService(config.batches, keys=config.api_keys(), tracer=tracer)
     service.loop_lag_s = lambda: app.state.cosched_loop_lag.most_s
     logger.info("batches: %s", service.summary())
-    routes.add_routes(
-        app,
-        service,
-        isolate_keys=config.batches.isolates(api_key),
-        offer=_offer,
-        protect=auth_level(AuthLevel.ADMIN_OPTIONAL),
-    )
+    isolates = config.batches.isolates(api_key)
+    protect = auth_level(AuthLevel.ADMIN_OPTIONAL)
+    routes.add_routes(app, service, isolate_keys=isolates, offer=_offer, protect=protect)
+    message_batches.add_message_routes(app, service, isolate_keys=isolates, offer=_offer)
     _run_beside(
         app,
         lambda: service.feeding(

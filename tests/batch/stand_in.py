@@ -13,6 +13,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from cosched.batch.batch_records import Offer
+from cosched.batch.message_batches import add_message_routes
 from cosched.batch.routes import add_routes
 from cosched.batch.service import BatchService
 from cosched.limits.bounds import Scope
@@ -69,8 +70,10 @@ class StandIn:
         self.app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"])
         self.app.add_api_route("/v1/embeddings", self.embed, methods=["POST"])
         self.app.add_api_route("/v1/responses", self.respond, methods=["POST"])
+        self.app.add_api_route("/v1/messages", self.message, methods=["POST"])
         isolates = config.isolates(api_key="secret")
-        add_routes(self.app, self.service, isolate_keys=isolates, offer=lambda: self.offer)
+        for add in (add_routes, add_message_routes):
+            add(self.app, self.service, isolate_keys=isolates, offer=lambda: self.offer)
 
     def state(self, deadline_s, *payer):
         return {"own": True, "deadline_s": deadline_s}
@@ -86,17 +89,43 @@ class StandIn:
         return {"data": cards + [{"id": name, "parent": "m"} for name in self.adapters]}
 
     async def complete(self, request: Request):
-        assert request.state.own and request.headers["authorization"] == "Bearer secret"
         body = json.loads(await request.body())
         assert body["service_tier"] == "flex"
         prompt = body["prompt"]
         self.models_asked.append(body.get("model"))
+        await self.run(request, prompt)
+        if prompt == "busy" and self.asked[prompt] == 1:
+            return JSONResponse({}, status_code=503)
+        if prompt == "refuse":
+            message = self.refusal
+            return JSONResponse({"error": {"message": message}}, status_code=400)
+        choice = {"index": 0, "text": f"to {prompt}", "finish_reason": "stop"}
+        return {"id": "r", "choices": [choice], "usage": self.usage}
+
+    async def message(self, request: Request):
+        body = json.loads(await request.body())
+        prompt = body["messages"][-1]["content"]
+        await self.run(request, prompt)
+        if prompt == "refuse":
+            error = {"type": "invalid_request_error", "message": self.refusal}
+            return JSONResponse({"type": "error", "error": error}, status_code=400)
+        usage = {"input_tokens": 3, "cache_read_input_tokens": 4, "output_tokens": 2}
+        return {
+            "id": "msg_1",
+            "type": "message",
+            "role": "assistant",
+            "content": [{"type": "text", "text": f"to {prompt}"}],
+            "model": body["model"],
+            "stop_reason": "end_turn",
+            "usage": usage,
+        }
+
+    async def run(self, request, prompt):
+        assert request.state.own and request.headers["authorization"] == "Bearer secret"
         self.asked[prompt] += 1
         self.order.append(prompt)
         self.deadlines[prompt] = request.state.deadline_s
         self.traceparents[prompt] = request.headers.get("traceparent")
-        if prompt == "busy" and self.asked[prompt] == 1:
-            return JSONResponse({}, status_code=503)
         if self.note is not None:
             os.write(self.note, f"{prompt}\n".encode())
         number = len(self.order)
@@ -112,11 +141,6 @@ class StandIn:
                 await asyncio.sleep(max(0.01, self.num_in_flight / 5000))
         finally:
             self.num_in_flight -= 1
-        if prompt == "refuse":
-            message = self.refusal
-            return JSONResponse({"error": {"message": message}}, status_code=400)
-        choice = {"index": 0, "text": f"to {prompt}", "finish_reason": "stop"}
-        return {"id": "r", "choices": [choice], "usage": self.usage}
 
     async def chat(self, request: Request):
         body = json.loads(await request.body())

@@ -15,12 +15,14 @@ from cosched.limits.bodies import check_body, check_known, normalize
 from cosched.limits.bounds import ANY_MODEL, Scope
 
 CHAT = "/v1/chat/completions"
+CLASSIFY = "/v1/classify"
 COMPLETIONS = "/v1/completions"
 EMBEDDINGS = "/v1/embeddings"
+MESSAGES = "/v1/messages"
 RERANK = "/v1/rerank"
 RESPONSES = "/v1/responses"
 SCORE = "/v1/score"
-URLS = (CHAT, COMPLETIONS, EMBEDDINGS, RERANK, RESPONSES, SCORE)
+URLS = (CHAT, COMPLETIONS, RESPONSES, MESSAGES, EMBEDDINGS, CLASSIFY, SCORE, RERANK)
 _AZURE_URLS = {url.removeprefix("/v1"): url for url in URLS}
 """Urls in batch files for Azure OpenAI -> ours."""
 _TIERED = (CHAT, COMPLETIONS, RESPONSES)

@@ -11,13 +11,13 @@ from sglang.srt.entrypoints.openai import protocol
 from cosched.errors import RequestError
 from cosched.wire import MAX_TOKENS_KEY
 
-_TEXT_URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-_EMBEDDING_URLS = ("/v1/embeddings",)
+_TEXT_URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+_EMBEDDING_URLS = ("/v1/embeddings", "/v1/classify")
 _OF_BOTH_URLS = ("/v1/rerank", "/v1/score")
 _TEXT_ROUTES = frozenset(
     {
         *_TEXT_URLS,
-        *("/api/chat", "/api/generate", "/generate", "/invocations", "/v1/messages"),
+        *("/api/chat", "/api/generate", "/generate", "/invocations"),
     }
 )
 """Routes that generate text."""
