@@ -78,7 +78,7 @@ class _Window:
     """A part of a JSON text, read from its start to its end."""
 
     def __init__(self, content: IO[bytes], most_chars: int) -> None:
-        self._content = TextIOWrapper(content, encoding="utf-8")  # type: ignore[type-var]
+        self._content = TextIOWrapper(content, encoding="utf-8")
         self._most_chars = most_chars
         self._text, self._at = "", 0
 
