@@ -46,7 +46,8 @@ def test_the_message_batches_of_the_newest_anthropic_client(server, client_packa
     assert found["version"] > "2" and found["chat"] == 3
     none = {"processing": 0, "canceled": 0, "expired": 0}
     assert found["counts"] == none | {"succeeded": 1, "errored": 2}
-    assert found["results"]["good"]["message"]["usage"]["output_tokens"] == 3
+    usage = found["results"]["good"]["message"]["usage"]
+    assert usage["output_tokens"] == 3 and usage["device_seconds"] > 0
     errors = {name: found["results"][name]["error"]["error"] for name in ("bad", "unknown")}
     assert errors["bad"] == {"type": "invalid_request_error", "message": "top_p: 7 is above 1"}
     assert errors["unknown"]["type"] == "not_found_error"
