@@ -12,7 +12,7 @@ import msgspec
 from cosched.batch.batch_records import Batch, File, NewBatch, Offer, Status
 from cosched.batch.errors import ApiError
 from cosched.batch.forecast import BatchOutlook
-from cosched.batch.jsonl.lines import URLS, canonical_url
+from cosched.batch.jsonl.lines import URLS, canonical_url, hint_for
 
 TENANT_KEY = "tenant"
 """In a batch's metadata: the tenant it belongs to."""
@@ -54,7 +54,8 @@ def new_batch(body: bytes, *, owner: str, offer: Offer = _ANY) -> NewBatch:
         why = " that this model has" if endpoint in URLS else ""
         supported = ", ".join(offer.endpoints)
         raise ApiError(
-            f"invalid value: {asked.endpoint!r}. Supported values{why} are: {supported}",
+            f"invalid value: {asked.endpoint!r}. Supported values{why} are: {supported}"
+            f"{hint_for(endpoint)}",
             param="endpoint",
             code="invalid_value",
         )

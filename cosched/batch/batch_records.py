@@ -73,6 +73,7 @@ class NewBatch:
     model                   that the server serves; None: not known
     ignored                 fields of the request that have no effect, and then ``body.`` fields of
                             lines
+    traceparent             of the span of the request (`cosched.batch.tracing`)
     """
 
     owner: str
@@ -87,6 +88,7 @@ class NewBatch:
     num_lines: int = 0
     model: str | None = None
     ignored: Sequence[str] = ()
+    traceparent: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +105,8 @@ class Batch(NewBatch):
     """A batch as it is now.
 
     times         status -> when the batch got it
+    closed        of the failed lines, those without an answer when it was cancelled or its window
+                  ended
     ending        the final status, from when it is decided until the batch has it. Lines without a
                   result by then get none
     validated_by  the server that reads, or has read, its lines
@@ -118,6 +122,7 @@ class Batch(NewBatch):
     total: int
     completed: int
     failed: int
+    closed: int
     input_tokens: int
     output_tokens: int
     cached_tokens: int

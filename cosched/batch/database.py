@@ -12,7 +12,7 @@ import sqlalchemy as sa
 from cosched.batch.errors import StoreUnavailableError
 from cosched.errors import ConfigError
 
-VERSION = 9
+VERSION = 10
 """Of the tables below. A change of them needs a new version: no other is read."""
 
 _LOCK_S = 5
@@ -106,9 +106,11 @@ batches = sa.Table(
     sa.Column("faults", sa.JSON, nullable=False),
     # Names of fields that have no effect.
     sa.Column("ignored", sa.JSON, nullable=False),
+    sa.Column("traceparent", sa.String(55)),
     sa.Column("total", sa.Integer, nullable=False, default=0),
     sa.Column("completed", sa.Integer, nullable=False, default=0),
     sa.Column("failed", sa.Integer, nullable=False, default=0),
+    sa.Column("closed", sa.Integer, nullable=False, default=0),
     sa.Column("input_tokens", sa.BigInteger, nullable=False, default=0),
     sa.Column("output_tokens", sa.BigInteger, nullable=False, default=0),
     sa.Column("cached_tokens", sa.BigInteger, nullable=False, default=0),

@@ -12,22 +12,20 @@ import math
 import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import count, groupby
-from operator import itemgetter
-from typing import Any, BinaryIO
+from itertools import count
+from typing import TYPE_CHECKING, Any
 
 from cosched.batch.batch_records import WITH_LINES, Batch, Finished, Status
 from cosched.batch.config import BatchesConfig
-from cosched.batch.documents import Claim
 from cosched.batch.errors import Redaction, StoreUnavailableError
 from cosched.batch.files import FileStore
 from cosched.batch.forecast import BatchOutlook, Forecast, forecasts_of, outlooks_of
 from cosched.batch.free_places import FreePlaces, Here
 from cosched.batch.in_flight import LinesInFlight
-from cosched.batch.ingest import LineRules, ServedModels, ValidationTurns, validate
+from cosched.batch.ingest import LineRules, ServedModels, ValidationTurns, take_lines, validate
 from cosched.batch.jsonl.client import Client
 from cosched.batch.jsonl.line_results import Answer, Failure
 from cosched.batch.jsonl.lines import BadLine, RequestLine
@@ -38,6 +36,9 @@ from cosched.batch.store import BatchStore, records_of
 from cosched.batch.threads import FairSlots, FairThreads
 from cosched.limits.api_keys import ApiKeys
 from cosched.limits.bounds import Scope
+
+if TYPE_CHECKING:
+    from cosched.batch.tracing import BatchTracer
 
 logger = logging.getLogger(__name__)
 
@@ -77,9 +78,11 @@ class Feeder:
         progress: Callable[[], Awaitable[WorkProgress]],
         scope: Scope,
         clock: Callable[[], float],
+        tracer: BatchTracer | None = None,
     ) -> None:
         """state: deadline from now on [s] and batch of a line -> its ``request.state``; is_paused,
         progress, scope: as in `BatchService.feeding`"""
+        self._tracer = tracer
         self._state = state
         self._is_paused = is_paused
         self._progress = progress
@@ -361,7 +364,10 @@ class Feeder:
             max_bytes = _MAX_BYTES - self._in_flight.num_bytes
             if max_bytes <= 0:
                 return
-            lines, missing = await self._run("step", self._take, by_id, claim, max_bytes)
+            take = partial(take_lines, store=self._store, files=self._files, server=self._name)
+            lines, missing = await self._run(
+                "step", take, by_id, claim, rules=self._rules, max_bytes=max_bytes
+            )
             away = missing or away  # files of other batches may be copied here already
             num_waiting -= len(lines)
             self._num_behind = max(num_waiting, 0) // self.num_servers
@@ -395,31 +401,6 @@ class Feeder:
         deadline_s = forecast.line_deadline_s(ahead, margin_s=self._config.late_margin_s)
         return min(max(deadline_s, _MIN_DEADLINE_S), left_s)
 
-    def _take(
-        self, batches: Mapping[str, Batch], claim: Claim, max_bytes: int
-    ) -> tuple[list[tuple[Batch, RequestLine | BadLine]], FilesUnavailableError | None]:
-        """Take lines and read them. None is taken of a batch whose file is unavailable now."""
-        away: FilesUnavailableError | None = None
-        contents: dict[str, BinaryIO | OSError] = {}
-        with ExitStack() as stack:
-            for part in claim.parts:
-                name = part.batch_id
-                try:
-                    file = self._files.open(batches[name].input_file_id)
-                    contents[name] = stack.enter_context(file)
-                except FilesUnavailableError as error:
-                    away = error
-                except OSError as error:
-                    contents[name] = error
-            parts = tuple(part for part in claim.parts if part.batch_id in contents)
-            claim = replace(claim, parts=parts)
-            taken = self._store.take(claim, max_bytes=max_bytes, server=self._name)
-            return [
-                (batches[name], line)
-                for name, some in groupby(taken, key=itemgetter(0))
-                for line in self._rules.read([line for _, line in some], contents[name])
-            ], away
-
     async def _answer(self, batch: Batch, line: RequestLine | BadLine) -> None:
         """Send a line, and pass its result to the writer."""
         outcome: Answer | Failure | None = None
@@ -429,7 +410,9 @@ class Feeder:
                 state = self._state(self._deadline_s(batch), batch, self._num_behind)
                 async with self._starting:
                     await asyncio.sleep(0)  # one line in each turn of the loop, which serves chats
-                outcome = await self._client.send(line, extensions={"state": state})
+                send = partial(self._client.send, line, extensions={"state": state})
+                tracer = self._tracer
+                outcome = await (send() if tracer is None else tracer.traced(batch, line, send))
             except Exception:
                 logger.exception("batches: line %d of %s", line.number, batch.id)
                 outcome = _INTERNAL_ERROR

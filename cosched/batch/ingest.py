@@ -1,15 +1,20 @@
-"""Validation of an input file: its lines are added to the store, or its faults are reported."""
+"""Validation of an input file: its lines are added to the store, or its faults are reported. Later
+they are read to be sent."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, BinaryIO
 
 import msgspec
 
 from cosched.batch.batch_records import Batch, Fault, Line, NewLine
 from cosched.batch.config import BatchesConfig
+from cosched.batch.documents import Claim
 from cosched.batch.files import FileStore
 from cosched.batch.jsonl.lines import (
     UNREADABLE,
@@ -22,6 +27,7 @@ from cosched.batch.jsonl.lines import (
     raw_lines,
 )
 from cosched.batch.jsonl.prefix_order import prefix_key
+from cosched.batch.storage import FilesUnavailableError
 from cosched.batch.store import BatchStore
 from cosched.limits.bodies import without_effect
 from cosched.limits.bounds import ANY_MODEL, Scope
@@ -202,6 +208,38 @@ def validate(
         store.reject(batch.id, faults, server=server)
     elif store.add_lines(batch.id, page, server=server):
         store.accept(batch.id, server=server, ignored=ignored)
+
+
+def take_lines(
+    batches: Mapping[str, Batch],
+    claim: Claim,
+    *,
+    store: BatchStore,
+    files: FileStore,
+    rules: LineRules,
+    max_bytes: int,
+    server: str,
+) -> tuple[list[tuple[Batch, RequestLine | BadLine]], FilesUnavailableError | None]:
+    """Take lines of these batches (by id) and read them, as `BatchStore.take`. None is taken of a
+    batch whose file is unavailable now."""
+    away: FilesUnavailableError | None = None
+    contents: dict[str, BinaryIO | OSError] = {}
+    with ExitStack() as stack:
+        for part in claim.parts:
+            name = part.batch_id
+            try:
+                contents[name] = stack.enter_context(files.open(batches[name].input_file_id))
+            except FilesUnavailableError as error:
+                away = error
+            except OSError as error:
+                contents[name] = error
+        parts = tuple(part for part in claim.parts if part.batch_id in contents)
+        taken = store.take(replace(claim, parts=parts), max_bytes=max_bytes, server=server)
+        return [
+            (batches[name], line)
+            for name, some in groupby(taken, key=itemgetter(0))
+            for line in rules.read([line for _, line in some], contents[name])
+        ], away
 
 
 def _checked(

@@ -9,7 +9,7 @@ from itertools import pairwise, takewhile
 import sqlalchemy as sa
 
 from cosched.batch.batch_records import Line, NewLine
-from cosched.batch.database import LineState, lines
+from cosched.batch.database import LineState, lines, servers
 from cosched.batch.documents import MOST_ABOUT_ONE, TO_A_BORDER, Claim, Part, Queue, after, choose
 
 LEASED_STATES = (LineState.WAITING, LineState.TAKEN)
@@ -162,3 +162,15 @@ def release(connection: sa.Connection, seq: int, of: sa.ColumnElement[bool]) -> 
         .where(lines.c.batch == seq, lines.c.state.in_(LEASED_STATES), of)
         .values(state=LineState.WAITING, lease_owner=None)
     )
+
+
+def is_alive(connection: sa.Connection, server: str) -> bool:
+    """Whether a server may lease; it cannot be found dead before this transaction ends."""
+    query = sa.select(servers.c.name).where(servers.c.name == server)
+    return connection.execute(query.with_for_update(read=True)).first() is not None
+
+
+def has_leftovers(connection: sa.Connection, seq: int) -> bool:
+    """Whether lines of a batch have no final result."""
+    left = sa.select(lines.c.number).where(lines.c.batch == seq, lines.c.state.in_(LEASED_STATES))
+    return connection.execute(left.limit(1)).first() is not None

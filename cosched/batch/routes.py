@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -32,10 +32,10 @@ from cosched.batch.once import file_digest, json_digest, once_of
 from cosched.batch.prometheus import exposition
 from cosched.batch.service import BatchService
 from cosched.batch.threads import FairSlots, FairThreads
-from cosched.batch.uploads import Uploads
-from cosched.limits.claims import hex_digest, presented_key
+from cosched.limits.claims import presented_key
 
 Handler = Callable[[Request], Awaitable[Response]]
+LogFailure = Callable[[StoreUnavailableError], None]
 _DECODERS, _MAX_DECODED = 2, 16
 """Parquet files that are decoded at a time, one per API key, and files of a key that wait."""
 
@@ -55,7 +55,7 @@ def add_routes(
     protect       marks a route as the operator's: it shows all owners
     """
     routes = _Routes(service, isolate_keys=isolate_keys, offer=offer)
-    for method, path, handler in (
+    handlers = (
         ("POST", "/v1/files", routes.upload),
         ("GET", "/v1/files", routes.list_files),
         ("GET", "/v1/files/{id}", routes.show_file),
@@ -65,11 +65,8 @@ def add_routes(
         ("GET", "/v1/batches", routes.list_batches),
         ("GET", "/v1/batches/{id}", routes.show),
         ("POST", "/v1/batches/{id}/cancel", routes.cancel),
-    ):
-        answer = _with_errors(handler, service.log_failure)
-        # A client that writes a slash at the end may not follow a redirect with its body.
-        for each in (path, f"{path}/"):
-            app.add_api_route(each, answer, methods=[method], name=handler.__name__)
+    )
+    add_handlers(app, handlers, service.log_failure)
     for path, handler in (
         ("/cosched/metrics", routes.metrics),
         ("/cosched/batches", routes.list_all),
@@ -78,7 +75,25 @@ def add_routes(
         app.add_api_route(path, answer, methods=["GET"])
 
 
-def _with_errors(handler: Handler, log_failure: Callable[[StoreUnavailableError], None]) -> Handler:
+def add_handlers(
+    app: FastAPI,
+    handlers: Iterable[tuple[str, str, Handler]],
+    log_failure: LogFailure,
+    error_body: Callable[[ApiError], Any] = error_json,
+) -> None:
+    """handlers: method, path, and what answers; error_body: JSON of the answer for an error."""
+    for method, path, handler in handlers:
+        answer = _with_errors(handler, log_failure, error_body)
+        # A client that writes a slash at the end may not follow a redirect with its body.
+        for each in (path, f"{path}/"):
+            app.add_api_route(each, answer, methods=[method], name=handler.__name__)
+
+
+def _with_errors(
+    handler: Handler,
+    log_failure: LogFailure,
+    error_body: Callable[[ApiError], Any] = error_json,
+) -> Handler:
     async def answer(request: Request) -> Response:
         try:
             return await handler(request)
@@ -87,7 +102,7 @@ def _with_errors(handler: Handler, log_failure: Callable[[StoreUnavailableError]
         except ApiError as error:
             if isinstance(error, StoreUnavailableError):
                 log_failure(error)
-            reply = _json(error_json(error), status=error.status)
+            reply = json_reply(error_body(error), status=error.status)
             if error.retry_after_s is not None:
                 reply.headers["retry-after"] = str(error.retry_after_s)
             return reply
@@ -107,7 +122,6 @@ class _Routes:
         self._threads = service.threads
         slots = FairSlots(_DECODERS, per_key=1, max_waiting=_MAX_DECODED)
         self._decoders = FairThreads("cosched-decoders", slots)
-        self._uploads = Uploads(service.config, service.files, service.threads)
 
     def _owner(self, request: Request) -> str | None:
         """The owner whose files and batches a request may see; None: all."""
@@ -130,7 +144,9 @@ class _Routes:
         if (once := once_of(request.headers, owner=owner, route="files")) is not None:
             earlier = await self._threads.run(key, self._files.made_before, once)
             is_repeated = earlier is not None
-        async with self._uploads.form(request, key=key, owner=owner, is_repeated=is_repeated) as (
+        async with self._service.uploads.form(
+            request, key=key, owner=owner, is_repeated=is_repeated
+        ) as (
             form,
             room,
         ):
@@ -158,7 +174,7 @@ class _Routes:
                 expires_s=expires_s,
                 once=once,
             )
-        return _json(file_json(file))
+        return json_reply(file_json(file))
 
     async def list_files(self, request: Request) -> Response:
         query = request.query_params
@@ -178,13 +194,13 @@ class _Routes:
         return Response(encoded, media_type="application/json")
 
     async def show_file(self, request: Request) -> Response:
-        return _json(file_json(await self._file(request)))
+        return json_reply(file_json(await self._file(request)))
 
     async def delete_file(self, request: Request) -> Response:
         name = request.path_params["id"]
         owner = self._owner(request)
         await self._threads.run(self._key(request), self._files.delete, name, owner=owner)
-        return _json({"id": name, "object": "file", "deleted": True})
+        return json_reply({"id": name, "object": "file", "deleted": True})
 
     async def content(self, request: Request) -> Response:
         file = await self._file(request)
@@ -202,12 +218,7 @@ class _Routes:
         return await self._threads.run(self._key(request), self._files.get, name, owner=owner)
 
     async def create(self, request: Request) -> Response:
-        if not self._service.keys.may_be_offline(hex_digest(presented_key(request.headers))):
-            raise ApiError(
-                "this API key may have no offline requests (claims.keys: its max_offline is 0), so "
-                "it may have no batches",
-                status=403,
-            )
+        self._service.check_may_batch(request.headers)
         owner, key = self._owner(request), self._key(request)
         body = await request.body()
         asked = new_batch(body, owner=owner or "", offer=self._offer())
@@ -229,8 +240,7 @@ class _Routes:
             count = self._files.num_lines
             num_lines = await self._threads.run_long(key, count, file.id, max_line_bytes=most)
             asked = replace(asked, num_lines=num_lines)
-        batch = await self._threads.run(key, self._store.create, asked, once=once)
-        await self._service.look()
+        batch = await self._service.create(key, asked, headers=request.headers, once=once)
         return await self._shown(key, batch)
 
     def _ignored(self, body: bytes, asked: NewBatch) -> list[str]:
@@ -246,7 +256,7 @@ class _Routes:
 
     async def _shown(self, key: str, batch: Batch) -> Response:
         [shown] = await self._threads.run(key, self._json_of, [batch], is_operator=False)
-        return _json(shown)
+        return json_reply(shown)
 
     async def list_batches(self, request: Request) -> Response:
         return await self._listed(request, self._owner(request))
@@ -269,7 +279,7 @@ class _Routes:
         )
         shown = await self._threads.run(key, self._json_of, found, is_operator=is_operator)
         servers = {"servers": self._service.num_servers}
-        return _json(page_json(shown, has_more) | {"cosched": servers})
+        return json_reply(page_json(shown, has_more) | {"cosched": servers})
 
     def _json_of(self, found: Sequence[Batch], *, is_operator: bool) -> list[dict[str, Any]]:
         """is_operator: with callbacks to URLs of the configuration."""
@@ -297,5 +307,5 @@ def _files_page(found: list[File], has_more: bool) -> bytes:
     return msgspec.json.encode(page_json([file_json(file) for file in found], has_more))
 
 
-def _json(content: Any, status: int = 200) -> Response:
+def json_reply(content: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(content), status_code=status, media_type="application/json")

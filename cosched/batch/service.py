@@ -7,29 +7,36 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from cosched.batch.batch_records import OPEN, Batch
+from cosched.batch.batch_records import OPEN, Batch, NewBatch
 from cosched.batch.callback_rules import callback_rules
 from cosched.batch.callback_sender import CallbackSender
 from cosched.batch.callbacks import CallbackQueue
 from cosched.batch.config import BatchesConfig
-from cosched.batch.errors import StoreUnavailableError
+from cosched.batch.errors import ApiError, StoreUnavailableError
 from cosched.batch.feeder import Feeder
 from cosched.batch.files import FileStore
 from cosched.batch.forecast import BatchOutlook
 from cosched.batch.jsonl.client import Client, RetryRules
+from cosched.batch.once import Once
 from cosched.batch.open_store import open_store
 from cosched.batch.prometheus import Snapshot
 from cosched.batch.rate import WorkProgress
 from cosched.batch.storage import without_secrets
 from cosched.batch.store import BatchStore
 from cosched.batch.threads import FairSlots, FairThreads
+from cosched.batch.uploads import Uploads
 from cosched.limits.api_keys import ApiKeys
 from cosched.limits.bounds import ANY_MODEL, Scope
+from cosched.limits.claims import hex_digest, presented_key
+
+if TYPE_CHECKING:
+    from cosched.batch.tracing import BatchTracer
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +69,11 @@ class BatchService:
         *,
         clock: Callable[[], float] = time.time,
         keys: ApiKeys | None = None,
+        tracer: BatchTracer | None = None,
     ) -> None:
-        """Lock and open the store. ConfigError. `clock`: seconds of the epoch."""
+        """Lock and open the store. ConfigError. `clock`: seconds of the epoch. `tracer`: None: no
+        spans are made."""
+        self._tracer = tracer
         self.config = config
         self.keys = keys or ApiKeys(weights=config.tenant_weights)
         self.callback_rules = callback_rules(config)
@@ -72,7 +82,11 @@ class BatchService:
         quota, database = config.quota, self._opened.database
         self.files = FileStore(database, self._opened.storage, clock=clock, quota=quota)
         self.store = BatchStore(
-            database, clock=clock, quota=quota, callback_rules=self.callback_rules
+            database,
+            clock=clock,
+            quota=quota,
+            callback_rules=self.callback_rules,
+            **({} if tracer is None else {"on_end": tracer.ended}),
         )
         self.callbacks = CallbackQueue(database, clock=clock)
         self._sender = (
@@ -82,6 +96,7 @@ class BatchService:
         )
         slots = FairSlots(_NUM_THREADS, per_key=_THREADS_PER_KEY, max_waiting=_MAX_WAITING)
         self.threads = FairThreads("cosched-files", slots, answer_s=_ANSWER_S, rest_s=_REST_S)
+        self.uploads = Uploads(config, self.files, self.threads)
         self._costs = FairThreads("cosched-costs", FairSlots(1, per_key=1))
         self._feeder: Feeder | None = None
         self.loop_lag_s: Callable[[], float] = lambda: 0.0
@@ -105,10 +120,29 @@ class BatchService:
         if self._feeder is not None:
             self._feeder.wake()
 
-    async def look(self) -> None:
-        """There is a new batch for the feeder. Returns when `outlooks` knows it, but soon."""
+    def check_may_batch(self, headers: Mapping[str, str]) -> None:
+        """ApiError 403 if the API key of a request may have no batches."""
+        if not self.keys.may_be_offline(hex_digest(presented_key(headers))):
+            raise ApiError(
+                "this API key may have no offline requests (claims.keys: its max_offline is 0), so "
+                "it may have no batches",
+                status=403,
+            )
+
+    async def create(
+        self, key: str, asked: NewBatch, *, headers: Mapping[str, str], once: Once | None = None
+    ) -> Batch:
+        """A new batch, as `BatchStore.create`. key: whose threads it takes; headers: of the
+        request. Returns when `outlooks` knows it, but soon."""
+        span = None if self._tracer is None else self._tracer.creation(headers)
+        if span is not None:
+            asked = replace(asked, traceparent=span.traceparent)
+        batch = await self.threads.run(key, self.store.create, asked, once=once)
+        if span is not None:
+            span.made(batch)
         if self._feeder is not None:
             await self._feeder.look(_LOOK_S)
+        return batch
 
     def log_failure(self, error: StoreUnavailableError) -> None:
         """Log why the store cannot be used, but not at every request."""
@@ -213,6 +247,7 @@ class BatchService:
                 progress=progress,
                 scope=scope,
                 clock=time.monotonic,
+                tracer=self._tracer,
             )
             task = asyncio.create_task(self._feeder.run())
             task.add_done_callback(_log_end)

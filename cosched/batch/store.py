@@ -46,7 +46,7 @@ from cosched.batch.errors import CLOSED, ApiError, not_found, unsent
 from cosched.batch.files import new_id
 from cosched.batch.jsonl.line_results import RecordWriter
 from cosched.batch.jsonl.lines import RequestLine
-from cosched.batch.leases import LEASED_STATES, Leases, mark, release
+from cosched.batch.leases import Leases, has_leftovers, is_alive, mark, release
 from cosched.batch.once import Once, claim, recorded
 from cosched.batch.quota import check_new_batch
 
@@ -69,7 +69,10 @@ class BatchStore:
         clock: Callable[[], float],
         quota: QuotaConfig = NO_QUOTA,
         callback_rules: CallbackRules | None = None,
+        on_end: Callable[[Batch], None] = lambda batch: None,
     ) -> None:
+        """on_end: called by the server that ends a batch, in the thread that does"""
+        self._on_end = on_end
         self._database = database
         self._clock = clock
         self._quota = quota
@@ -149,17 +152,32 @@ class BatchStore:
         with self._database.read() as connection:
             return _batch_of(_row(connection, name, owner=owner))
 
-    def page(self, *, owner: str | None, after: str | None, limit: int) -> tuple[list[Batch], bool]:
-        """At most `limit` batches older than `after`, newest first, and whether there are more.
-        ApiError 404."""
+    def page(
+        self,
+        *,
+        owner: str | None,
+        after: str | None,
+        limit: int,
+        before: str | None = None,
+        endpoint: str | None = None,
+    ) -> tuple[list[Batch], bool]:
+        """At most `limit` batches older than `after`, or the next newer than `before`, newest
+        first, and whether there are more. endpoint: None: of all. ApiError 404."""
+        seq = batches.c.seq
         query = sa.select(batches)
         if owner is not None:
             query = query.where(batches.c.owner == owner)
+        if endpoint is not None:
+            query = query.where(batches.c.endpoint == endpoint)
         with self._database.read() as connection:
             if after is not None:
-                query = query.where(batches.c.seq < _row(connection, after, owner=owner).seq)
-            rows = connection.execute(query.order_by(batches.c.seq.desc()).limit(limit + 1)).all()
-        return [_batch_of(row) for row in rows[:limit]], len(rows) > limit
+                query = query.where(seq < _row(connection, after, owner=owner).seq)
+            if before is not None:
+                query = query.where(seq > _row(connection, before, owner=owner).seq)
+            order = seq.desc() if before is None else seq.asc()
+            rows = connection.execute(query.order_by(order).limit(limit + 1)).all()
+        found = [_batch_of(row) for row in rows[:limit]]
+        return found if before is None else found[::-1], len(rows) > limit
 
     def open(self) -> list[Batch]:
         """Those that have not ended, oldest first."""
@@ -221,7 +239,7 @@ class BatchStore:
         """Lease the validation of a batch; False if another live server has it. Lines of an
         interrupted validation are dropped."""
         with self._database.write() as connection:
-            if not _is_alive(connection, server):
+            if not is_alive(connection, server):
                 return False
             row = _row(connection, name, is_locked=True)
             if row.status != Status.VALIDATING or row.validated_by not in (None, server):
@@ -261,12 +279,15 @@ class BatchStore:
             if _is_validated_by(row, server):
                 connection.execute(lines.delete().where(lines.c.batch == row.seq))
                 self._move(connection, row, Status.FAILED, faults=list(map(asdict, faults)))
+            ended = _batch_of(_row(connection, name))
+        if ended.status is Status.FAILED:
+            self._on_end(ended)
 
     def take(self, claim: Claim, *, max_bytes: int, server: str) -> list[tuple[str, Line]]:
         """Lease waiting lines, each with its batch: at most `claim.limit`, and after the first at
         most `max_bytes` together. None of a batch that is not in progress."""
         with self._database.write() as connection:
-            if not _is_alive(connection, server):
+            if not is_alive(connection, server):
                 return []
             names = [part.batch_id for part in claim.parts]
             query = sa.select(batches.c.id, batches.c.seq).where(
@@ -340,13 +361,13 @@ class BatchStore:
                 line = RequestLine(number=number, custom_id=custom_id, url=row.endpoint, body=b"")
                 data = writer.record(line, failure).data
                 closed.append(Finished(batch_id=name, number=number, is_answer=False, data=data))
-            self._record(connection, row.seq, closed)
+            self._record(connection, row.seq, closed, num_closed=len(closed))
             return len(closed)
 
     def is_done(self, name: str) -> bool:
         """Whether all lines of a batch have their final results."""
         with self._database.read() as connection:
-            return _is_done(connection, _row(connection, name).seq)
+            return not has_leftovers(connection, _row(connection, name).seq)
 
     def end(self, name: str, written: Mapping[bool, tuple[str, int]] = _NO_FILES) -> bool:
         """List the results and give the batch its final status; False while a line has no result.
@@ -355,7 +376,7 @@ class BatchStore:
             row = _row(connection, name, is_locked=True)
             if row.ending is None:
                 return row.status not in OPEN
-            if not _is_done(connection, row.seq):
+            if has_leftovers(connection, row.seq):
                 return False
             named: dict[str, Any] = {
                 f"{kind}_file_id": self._add_results(connection, row, is_errors, written)
@@ -365,7 +386,9 @@ class BatchStore:
             if Status.IN_PROGRESS not in row.times:
                 named["faults"] = [unsent(row.ending)]
             self._move(connection, row, Status(row.ending), ending=None, **named)
-            return True
+            ended = _batch_of(_row(connection, name))
+        self._on_end(ended)
+        return True
 
     def remove_ended(self, *, kept_s: float) -> int:
         """Delete batches that ended longer ago than this, and their results; how many."""
@@ -378,11 +401,15 @@ class BatchStore:
             ).all()
             gone = [row for row in found if row.times[row.status] < before]
             for row in gone:
-                connection.execute(files.delete().where(files.c.batch_id == row.id))
-                connection.execute(results.delete().where(results.c.batch == row.seq))
-                connection.execute(callbacks.delete().where(callbacks.c.batch_id == row.id))
-                connection.execute(batches.delete().where(batches.c.seq == row.seq))
+                _remove(connection, row)
         return len(gone)
+
+    def delete(self, name: str, *, owner: str | None = None) -> None:
+        """Delete a batch that has ended, and its results. ApiError 404."""
+        with self._database.write() as connection:
+            row = _row(connection, name, owner=owner, is_locked=True)
+            assert row.status not in OPEN, f"{row.status=}"
+            _remove(connection, row)
 
     def _add_results(
         self,
@@ -416,7 +443,9 @@ class BatchStore:
         connection.execute(files.insert().values(**asdict(file)))
         return file.id
 
-    def _record(self, connection: sa.Connection, seq: int, kept: Sequence[Finished]) -> None:
+    def _record(
+        self, connection: sa.Connection, seq: int, kept: Sequence[Finished], num_closed: int = 0
+    ) -> None:
         """Keep the first results of lines, which are done then."""
         if not kept:
             return
@@ -426,7 +455,7 @@ class BatchStore:
         rows = [dict(zip(names, (seq, *values), strict=True)) for values in found]
         connection.execute(results.insert(), rows)
         count = Counter(one.is_answer for one in kept)
-        added = {"completed": count[True], "failed": count[False]}
+        added = {"completed": count[True], "failed": count[False], "closed": num_closed}
         added |= {name: sum(getattr(one, name) for one in kept) for name in _SUMS}
         connection.execute(
             batches.update()
@@ -456,19 +485,16 @@ def _row(
     return row
 
 
-def _is_alive(connection: sa.Connection, server: str) -> bool:
-    """Whether a server may lease; it cannot be found dead before this transaction ends."""
-    query = sa.select(servers.c.name).where(servers.c.name == server)
-    return connection.execute(query.with_for_update(read=True)).first() is not None
+def _remove(connection: sa.Connection, row: Any) -> None:
+    """A batch and its results."""
+    connection.execute(files.delete().where(files.c.batch_id == row.id))
+    connection.execute(results.delete().where(results.c.batch == row.seq))
+    connection.execute(callbacks.delete().where(callbacks.c.batch_id == row.id))
+    connection.execute(batches.delete().where(batches.c.seq == row.seq))
 
 
 def _is_validated_by(row: Any, server: str) -> bool:
     return bool(row.status == Status.VALIDATING and row.validated_by == server)
-
-
-def _is_done(connection: sa.Connection, seq: int) -> bool:
-    left = sa.select(lines.c.number).where(lines.c.batch == seq, lines.c.state.in_(LEASED_STATES))
-    return connection.execute(left.limit(1)).first() is None
 
 
 def _batch_of(row: Any) -> Batch:

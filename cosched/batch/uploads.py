@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from tempfile import TemporaryFile
+from typing import IO, Any
 
 from fastapi import Request
 from starlette.formparsers import MultiPartException, MultiPartParser
@@ -48,6 +49,31 @@ class Uploads:
         408, 413, 429, 503."""
         if not request.headers.get("content-type", "").startswith("multipart/form-data"):
             raise ApiError("upload a file as multipart/form-data")
+        async with self._slot(key):
+            room = None
+            if not is_repeated:
+                room = await self._threads.run(key, self._files.room, owner)
+            form = await self._parsed(request, room)
+            try:
+                yield form, room
+            finally:
+                await form.close()
+
+    @asynccontextmanager
+    async def body(self, request: Request, *, key: str, owner: str) -> AsyncIterator[IO[bytes]]:
+        """A body that is no form, spooled to the disk; else as `form`."""
+        async with self._slot(key):
+            room = await self._threads.run(key, self._files.room, owner)
+            with TemporaryFile() as spooled:
+                async for part in self._body(request, room):
+                    with _disk_errors():
+                        spooled.write(part)
+                spooled.seek(0)
+                yield spooled
+
+    @asynccontextmanager
+    async def _slot(self, key: str) -> AsyncIterator[None]:
+        """ApiError 429."""
         try:
             async with asyncio.timeout(_WAIT_S):
                 await self._slots.enter(key)
@@ -60,14 +86,7 @@ class Uploads:
                 retry_after_s=int(_WAIT_S),
             ) from None
         try:
-            room = None
-            if not is_repeated:
-                room = await self._threads.run(key, self._files.room, owner)
-            form = await self._parsed(request, room)
-            try:
-                yield form, room
-            finally:
-                await form.close()
+            yield
         finally:
             self._slots.leave(key)
 
@@ -75,13 +94,10 @@ class Uploads:
         body = self._body(request, room)
         parser = MultiPartParser(request.headers, body, max_files=1, max_fields=_MAX_FIELDS)
         try:
-            return await parser.parse()
+            with _disk_errors():
+                return await parser.parse()
         except (MultiPartException, KeyError) as error:
             raise ApiError(f"the form cannot be read: {error}") from None
-        except OSError as error:  # of the disk with the temporary files
-            raise FilesUnavailableError(
-                f"an upload cannot be kept: {error.strerror or error}"
-            ) from error
 
     async def _body(self, request: Request, room: int | None) -> AsyncGenerator[bytes, None]:
         """room: bytes that the quota leaves; None: there is none."""
@@ -112,6 +128,17 @@ class Uploads:
             if took_s > _SILENCE_S and num_bytes < took_s * _LEAST_RATE:
                 raise _too_slow(f"{num_bytes} bytes in {took_s:.0f} s; least: {_LEAST_RATE} per s")
             yield part
+
+
+@contextmanager
+def _disk_errors() -> Iterator[None]:
+    """Of the disk with the temporary files: FilesUnavailableError."""
+    try:
+        yield
+    except OSError as error:
+        raise FilesUnavailableError(
+            f"an upload cannot be kept: {error.strerror or error}"
+        ) from error
 
 
 def _too_slow(what: str) -> ApiError:

@@ -73,6 +73,8 @@ _INFO = Rule(Level.KEY, by_name=False, change=_hide_secrets_and_owners)
 _OF_BATCHES = (
     *("/v1/files", "/v1/files/{id}", "/v1/files/{id}/content"),
     *("/v1/batches", "/v1/batches/{id}", "/v1/batches/{id}/cancel"),
+    *("/v1/messages/batches", "/v1/messages/batches/{id}"),
+    *("/v1/messages/batches/{id}/cancel", "/v1/messages/batches/{id}/results"),
 )
 
 RULES: Mapping[str, Rule] = {

@@ -10,7 +10,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from fastapi import HTTPException, Request
@@ -30,8 +30,19 @@ from cosched.policies import policy_entry
 from cosched.server.checks import scope_of
 from cosched.server.front import own_request
 from cosched.server.history import PERIOD_S, History
-from cosched.server.middleware import App, Message, Receive, Scope, Send, add_page
+from cosched.server.middleware import (
+    App,
+    Message,
+    Receive,
+    Scope,
+    Send,
+    add_key_header,
+    add_page,
+)
 from cosched.server.preparation import LoopLag, PreparationGate
+
+if TYPE_CHECKING:
+    from cosched.batch.tracing import BatchTracer
 
 logger = logging.getLogger(__name__)
 
@@ -115,30 +126,30 @@ def add_routes(app: Any, config: Config) -> None:
     app.add_api_route("/cosched/history", protect(show_history), methods=["GET"])
     app.add_api_route("/cosched/offline", protect(set_offline), methods=["POST"])
     app.add_middleware(_TurnAway)
+    add_key_header(app)
     add_page(app)
     _run_beside(app, lag.measuring)
     if policy_entry(config.policy).make is not None:
         _run_beside(app, recording)
 
 
-def add_batches(app: Any, config: Config, api_key: str | None) -> None:
+def add_batches(app: Any, config: Config, server_args: Any) -> None:
     """The routes of Files and Batches, and the feeder, which lives as long as the application;
     before it starts."""
-    from cosched.batch import routes
+    from cosched.batch import message_batches, routes
     from cosched.batch.service import BatchService
 
     if config.policy == "sglang":
         logger.warning("batches: under policy 'sglang' their requests queue with chats")
-    service = BatchService(config.batches, keys=config.api_keys())
+    api_key = server_args.api_key
+    tracer = _batch_tracer(server_args)
+    service = BatchService(config.batches, keys=config.api_keys(), tracer=tracer)
     service.loop_lag_s = lambda: app.state.cosched_loop_lag.most_s
     logger.info("batches: %s", service.summary())
-    routes.add_routes(
-        app,
-        service,
-        isolate_keys=config.batches.isolates(api_key),
-        offer=_offer,
-        protect=auth_level(AuthLevel.ADMIN_OPTIONAL),
-    )
+    isolates = config.batches.isolates(api_key)
+    protect = auth_level(AuthLevel.ADMIN_OPTIONAL)
+    routes.add_routes(app, service, isolate_keys=isolates, offer=_offer, protect=protect)
+    message_batches.add_message_routes(app, service, isolate_keys=isolates, offer=_offer)
     _run_beside(
         app,
         lambda: service.feeding(
@@ -150,6 +161,17 @@ def add_batches(app: Any, config: Config, api_key: str | None) -> None:
             scope=_scope_of_lines(app),
         ),
     )
+
+
+def _batch_tracer(server_args: Any) -> BatchTracer | None:
+    """Spans of batches go where those of SGLang go, at every level but 0."""
+    if not server_args.enable_trace:
+        return None
+    from sglang.srt.observability.trace import get_global_trace_level
+
+    from cosched.batch.tracing import BatchTracer
+
+    return BatchTracer(is_on=lambda: get_global_trace_level() > 0)
 
 
 def _offer() -> Offer:

@@ -25,6 +25,7 @@ _PAGE_HEADERS = {
 
 _WITH_LARGE_BODIES = (
     "/v1/files",
+    "/v1/messages/batches",
     "/update_weights",
     "/load_lora_adapter",
     "/add_external_corpus",
@@ -103,6 +104,26 @@ class _Body:
                 self.is_too_large = True
                 raise _TooLargeError
         return message
+
+
+def add_key_header(app: Any) -> None:
+    """The API key of a request is also read from ``x-api-key``, which clients of Anthropic's API
+    send: SGLang checks ``Authorization`` only. Called before the application starts."""
+    build = app.build_middleware_stack
+    app.build_middleware_stack = lambda: _KeyHeader(build())
+
+
+class _KeyHeader:
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            headers = dict(scope["headers"])
+            if b"authorization" not in headers and b"x-api-key" in headers:
+                bearer = b"Bearer " + headers[b"x-api-key"].strip()
+                scope = {**scope, "headers": [*scope["headers"], (b"authorization", bearer)]}
+        await self._app(scope, receive, send)
 
 
 def add_page(app: Any) -> None:

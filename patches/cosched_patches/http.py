@@ -126,7 +126,7 @@ def prepare_app(server_args: Any, *_: Any, **__: Any) -> None:
     if config is not None:
         add_routes(app, config)
         if config.batches.is_on:
-            add_batches(app, config, server_args.api_key)
+            add_batches(app, config, server_args)
     _guard_access(server_args, config or Config())
     for kind in (ValueError, *_WRONG_VALUES):
         app.add_exception_handler(kind, _refuse)

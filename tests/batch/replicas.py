@@ -5,9 +5,10 @@
 
 They have the tiny model and one PostgreSQL store of the test's own. A batch is uploaded to the
 second; when a third of its lines is answered, the first is killed (``kill -9``), and with ``--add``
-another one is started, which must get its part. Every line must have one result. Chat users ask the second server, or with ``--router`` SGLang's own router before
-both: PYTHON is one that has ``sglang-router``, in an environment without SGLang. Prints one JSON
-object, and ends with 1 when something was wrong.
+another one is started, which must get its part. Every line must have one result. Chat users ask the
+second server, or with ``--router`` SGLang's own router before all: PYTHON is one that has
+``sglang-router``, in an environment without SGLang. Prints one JSON object, and ends with 1 when
+something was wrong.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from cosched.batch.batch_records import Offer
+from cosched.batch.message_batches import add_message_routes
 from cosched.batch.routes import add_routes
 from cosched.batch.service import BatchService
 from cosched.limits.bounds import Scope
@@ -27,14 +28,15 @@ class Clock:
 
 class StandIn:
     """What the engine was asked, and what it answers: `delay_s` after, an echo of the prompt; 400
-    where the prompt is "refuse", and nothing as long as `is_held` or to requests after the first
-    `num_answered`."""
+    where the prompt is "refuse", 503 at first where it is "busy", and nothing as long as `is_held`
+    or to requests after the first `num_answered`."""
 
-    def __init__(self, config, *, delay_s=0.01, clock=time.time, keys=None):
+    def __init__(self, config, *, delay_s=0.01, clock=time.time, keys=None, tracer=None):
         self.delay_s = delay_s
         self.asked = Counter()
         self.order = []
         self.deadlines = {}
+        self.traceparents = {}
         self.usage = {"prompt_tokens": 3, "completion_tokens": 2}
         self.hung_up = 0
         self.note = None  # a file to which each prompt is written
@@ -47,7 +49,7 @@ class StandIn:
         self.offer = Offer()
         self.num_in_flight = 0
         self.most_in_flight = 0
-        self.service = BatchService(config, clock=clock, keys=keys)
+        self.service = BatchService(config, clock=clock, keys=keys, tracer=tracer)
 
         @asynccontextmanager
         async def lifespan(app):
@@ -68,8 +70,10 @@ class StandIn:
         self.app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"])
         self.app.add_api_route("/v1/embeddings", self.embed, methods=["POST"])
         self.app.add_api_route("/v1/responses", self.respond, methods=["POST"])
+        self.app.add_api_route("/v1/messages", self.message, methods=["POST"])
         isolates = config.isolates(api_key="secret")
-        add_routes(self.app, self.service, isolate_keys=isolates, offer=lambda: self.offer)
+        for add in (add_routes, add_message_routes):
+            add(self.app, self.service, isolate_keys=isolates, offer=lambda: self.offer)
 
     def state(self, deadline_s, *payer):
         return {"own": True, "deadline_s": deadline_s}
@@ -85,14 +89,43 @@ class StandIn:
         return {"data": cards + [{"id": name, "parent": "m"} for name in self.adapters]}
 
     async def complete(self, request: Request):
-        assert request.state.own and request.headers["authorization"] == "Bearer secret"
         body = json.loads(await request.body())
         assert body["service_tier"] == "flex"
         prompt = body["prompt"]
         self.models_asked.append(body.get("model"))
+        await self.run(request, prompt)
+        if prompt == "busy" and self.asked[prompt] == 1:
+            return JSONResponse({}, status_code=503)
+        if prompt == "refuse":
+            message = self.refusal
+            return JSONResponse({"error": {"message": message}}, status_code=400)
+        choice = {"index": 0, "text": f"to {prompt}", "finish_reason": "stop"}
+        return {"id": "r", "choices": [choice], "usage": self.usage}
+
+    async def message(self, request: Request):
+        body = json.loads(await request.body())
+        prompt = body["messages"][-1]["content"]
+        await self.run(request, prompt)
+        if prompt == "refuse":
+            error = {"type": "invalid_request_error", "message": self.refusal}
+            return JSONResponse({"type": "error", "error": error}, status_code=400)
+        usage = {"input_tokens": 3, "cache_read_input_tokens": 4, "output_tokens": 2}
+        return {
+            "id": "msg_1",
+            "type": "message",
+            "role": "assistant",
+            "content": [{"type": "text", "text": f"to {prompt}"}],
+            "model": body["model"],
+            "stop_reason": "end_turn",
+            "usage": usage,
+        }
+
+    async def run(self, request, prompt):
+        assert request.state.own and request.headers["authorization"] == "Bearer secret"
         self.asked[prompt] += 1
         self.order.append(prompt)
         self.deadlines[prompt] = request.state.deadline_s
+        self.traceparents[prompt] = request.headers.get("traceparent")
         if self.note is not None:
             os.write(self.note, f"{prompt}\n".encode())
         number = len(self.order)
@@ -108,11 +141,6 @@ class StandIn:
                 await asyncio.sleep(max(0.01, self.num_in_flight / 5000))
         finally:
             self.num_in_flight -= 1
-        if prompt == "refuse":
-            message = self.refusal
-            return JSONResponse({"error": {"message": message}}, status_code=400)
-        choice = {"index": 0, "text": f"to {prompt}", "finish_reason": "stop"}
-        return {"id": "r", "choices": [choice], "usage": self.usage}
 
     async def chat(self, request: Request):
         body = json.loads(await request.body())

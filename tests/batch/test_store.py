@@ -69,6 +69,7 @@ def batch_of(**changes):
         "total": 20,
         "completed": 0,
         "failed": 0,
+        "closed": 0,
         "input_tokens": 0,
         "output_tokens": 0,
         "cached_tokens": 0,

@@ -22,11 +22,15 @@ from cosched_patches.openai_endpoints import (
 )
 
 
-def manager(*, is_generation=True, default=None):
+def manager(*, is_generation=True, default=None, kind="LlamaForCausalLM"):
     config = SimpleNamespace(**({} if default is None else {MAX_TOKENS_KEY: default}))
     return SimpleNamespace(
         is_generation=is_generation,
-        model_config=SimpleNamespace(hf_generation_config=config, context_len=1000),
+        model_config=SimpleNamespace(
+            hf_config=SimpleNamespace(architectures=[kind]),
+            hf_generation_config=config,
+            context_len=1000,
+        ),
     )
 
 
@@ -66,6 +70,12 @@ def test_an_endpoint_that_the_model_does_not_have_is_refused_with_the_choices():
     with pytest.raises(RequestError, match="/v1/chat/completions"):
         check_route("/v1/embeddings", manager())
     assert "/v1/embeddings" not in urls_of(manager())
+    classifier = manager(is_generation=False, kind="Qwen3ForSequenceClassification")
+    check_route("/v1/classify", classifier)
+    assert {"/v1/classify", "/v1/embeddings"} <= set(urls_of(classifier))
+    for other in (manager(), manager(is_generation=False)):
+        with pytest.raises(RequestError, match="/v1/classify: is for models that classify"):
+            check_route("/v1/classify", other)
 
 
 def test_fields_are_openais_and_those_that_sglang_reads():

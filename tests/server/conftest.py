@@ -12,7 +12,7 @@ import pytest
 from platformdirs import user_cache_path
 
 REQUIREMENTS = Path(__file__).parents[2] / "requirements"
-CLIENTS = ("openai", "gateways")
+CLIENTS = ("anthropic", "gateways", "openai")
 INSTALL_S = 60
 """No test waits longer for packages."""
 

@@ -94,6 +94,16 @@ def test_what_is_sent_twice_with_a_key_is_done_once(api):
         api.upload([chat("b")], **once)
 
 
+def test_keys_come_in_anthropics_header_too(server):
+    params = {"model": "default", "max_tokens": 2, "messages": [{"role": "user", "content": "a"}]}
+    batch = {"requests": [{"custom_id": "a", "params": params}]}
+    for path, body in (("/v1/messages", params), ("/v1/messages/batches", batch)):
+        for key, status in ((KEY, 200), ("wrong", 401)):
+            headers = {"x-api-key": key, "anthropic-version": "2023-06-01"}
+            reply = httpx.post(f"{server.url}{path}", json=body, headers=headers, timeout=60)
+            assert reply.status_code == status, reply.text
+
+
 @pytest.mark.parametrize(("priority", "granted"), [("5", "offline"), ("-5", "online")])
 def test_the_priority_of_a_gateway_before_vllm(api, priority, granted):
     reply = api.client.chat.completions.with_raw_response.create(

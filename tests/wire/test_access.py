@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from fastapi.responses import JSONResponse, Response
 
 import cosched.bootstrap  # noqa: F401  # before sglang
-from cosched.batch import routes
+from cosched.batch import message_batches, routes
 from cosched.config import Config
 from cosched.limits.claims import digest_of
 from cosched.limits.origins import AccessConfig, Origins
@@ -56,6 +56,7 @@ def every_route():
     ours.state = SimpleNamespace()
     add_routes(ours, Config())
     routes.add_routes(ours, Mock())
+    message_batches.add_message_routes(ours, Mock())
     return {*routes_of(stock), *routes_of(ours), ("/metrics", None)}
 
 

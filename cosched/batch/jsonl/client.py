@@ -216,16 +216,22 @@ class Client(HttpClients):
         return False
 
     async def send(
-        self, line: RequestLine, *, extensions: Mapping[str, Any] | None = None
+        self,
+        line: RequestLine,
+        *,
+        extensions: Mapping[str, Any] | None = None,
+        headers: Mapping[str, str] | None = None,
+        on_retry: Callable[[str], None] = lambda reason: None,
     ) -> Outcome:
         """The final outcome of `line`. ServerGoneError; may be cancelled at any time.
 
-        extensions  for the transport, at each try
+        extensions, headers  for the transport, at each try
+        on_retry             is told why the line is sent again
         """
         num_tries = num_faults = 0
         aborted_since_s: float | None = None
         while True:
-            verdict = await self._try(line, extensions)
+            verdict = await self._try(line, extensions, headers)
             if not isinstance(verdict, TryAgain):
                 self._failing_since_s = None
                 return verdict
@@ -242,11 +248,15 @@ class Client(HttpClients):
                 if num_faults > self._rules.max_retries:
                     return verdict.failure
             wait_s = max(self._rules.wait_s(num_tries, self._rng), verdict.after_s)
+            on_retry(verdict.reason)
             await asyncio.sleep(min(wait_s, 2 * self._rules.cap_s))
             num_tries += 1
 
     async def _try(
-        self, line: RequestLine, extensions: Mapping[str, Any] | None
+        self,
+        line: RequestLine,
+        extensions: Mapping[str, Any] | None,
+        headers: Mapping[str, str] | None,
     ) -> Outcome | TryAgain:
         pool = self.pools[line.number % len(self.pools)]
         ticket = next(self._tickets)
@@ -254,7 +264,7 @@ class Client(HttpClients):
         try:
             async with asyncio.timeout(self._timeout_s):
                 reply = await pool.post(
-                    line.url, content=line.body, extensions=dict(extensions or {})
+                    line.url, content=line.body, headers=headers, extensions=dict(extensions or {})
                 )
                 return judge(reply)
         except TimeoutError:

@@ -41,6 +41,7 @@ _USAGE: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "cached_tokens": (
         ("prompt_tokens_details", "cached_tokens"),
         ("input_tokens_details", "cached_tokens"),
+        ("cache_read_input_tokens",),
     ),
     "reasoning_tokens": (
         ("completion_tokens_details", "reasoning_tokens"),
@@ -49,7 +50,8 @@ _USAGE: Mapping[str, tuple[tuple[str, ...], ...]] = {
     ),
     "device_s": (("device_seconds",),),
 }
-"""Field of `Answer` -> places in ``usage``: chat and completions, /v1/responses, SGLang."""
+"""Field of `Answer` -> places in ``usage``: chat and completions, /v1/responses, /v1/messages,
+SGLang."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,14 +134,17 @@ def judge(response: httpx.Response) -> Answer | Failure | TryAgain:
         failure = _with_body(response, body, code="aborted", message=message)
         return TryAgain(reason=message, failure=failure, is_aborted=True)
     usage = body.get("usage") if isinstance(body, dict) else _usage_of_list(body)
+    counts = {
+        name: next((count for place in places if (count := _count(usage, place))), 0)
+        for name, places in _USAGE.items()
+    }
+    if isinstance(body, dict) and body.get("type") == "message":  # cached tokens come on top there
+        counts["prompt_tokens"] += counts["cached_tokens"]
     return Answer(
         status=status,
         request_id=_request_id(response, body),
         body=_one_line(response.content),
-        **{
-            name: next((count for place in places if (count := _count(usage, place))), 0)
-            for name, places in _USAGE.items()
-        },
+        **counts,
     )
 
 

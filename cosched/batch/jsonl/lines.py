@@ -15,12 +15,15 @@ from cosched.limits.bodies import check_body, check_known, normalize
 from cosched.limits.bounds import ANY_MODEL, Scope
 
 CHAT = "/v1/chat/completions"
+CLASSIFY = "/v1/classify"
 COMPLETIONS = "/v1/completions"
 EMBEDDINGS = "/v1/embeddings"
+MESSAGES = "/v1/messages"
 RERANK = "/v1/rerank"
 RESPONSES = "/v1/responses"
 SCORE = "/v1/score"
-URLS = (CHAT, COMPLETIONS, EMBEDDINGS, RERANK, RESPONSES, SCORE)
+URLS = (CHAT, COMPLETIONS, RESPONSES, MESSAGES, EMBEDDINGS, CLASSIFY, SCORE, RERANK)
+_MODERATIONS = "/v1/moderations"
 _AZURE_URLS = {url.removeprefix("/v1"): url for url in URLS}
 """Urls in batch files for Azure OpenAI -> ours."""
 _TIERED = (CHAT, COMPLETIONS, RESPONSES)
@@ -154,6 +157,15 @@ def canonical_url(url: Any) -> Any:
     return _AZURE_URLS.get(url, url) if isinstance(url, str) else url
 
 
+def hint_for(url: Any) -> str:
+    """What to do instead, for the end of a message; "" for most urls."""
+    if url != _MODERATIONS:
+        return ""
+    return (
+        f": SGLang has no moderations; ask a guard model on {CHAT}, or a classifier on {CLASSIFY}"
+    )
+
+
 def _id_of_unreadable(data: bytes) -> str | None:
     """The custom_id of a line that only lenient readers accept (NaN, lone surrogates, a wrong
     byte): such a line fails alone, under its id. None: no id can be read."""
@@ -192,7 +204,8 @@ def _fault(method: Any, url: Any, body: Any) -> tuple[str, str, str] | None:
     if method != "POST":
         return "invalid_method", f"method must be POST, not {_shown(method)}", "method"
     if url not in URLS:
-        return "invalid_url", f"url must be one of {', '.join(URLS)}, not {_shown(url)}", "url"
+        message = f"url must be one of {', '.join(URLS)}, not {_shown(url)}{hint_for(url)}"
+        return "invalid_url", message, "url"
     if not isinstance(body, dict):
         return "invalid_body", f"body must be a JSON object, not {_kind(body)}", "body"
     if body.get("stream") not in (None, False):

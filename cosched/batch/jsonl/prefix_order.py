@@ -31,6 +31,7 @@ class _Prompt(msgspec.Struct):
 
     tools: msgspec.Raw = msgspec.Raw()
     instructions: msgspec.Raw = msgspec.Raw()
+    system: msgspec.Raw = msgspec.Raw()
     messages: msgspec.Raw = msgspec.Raw()
     prompt: msgspec.Raw = msgspec.Raw()
     input: msgspec.Raw = msgspec.Raw()

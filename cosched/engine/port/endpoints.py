@@ -3,6 +3,7 @@ models."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,13 +12,16 @@ from sglang.srt.entrypoints.openai import protocol
 from cosched.errors import RequestError
 from cosched.wire import MAX_TOKENS_KEY
 
-_TEXT_URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+_TEXT_URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 _EMBEDDING_URLS = ("/v1/embeddings",)
+_CLASSIFIER_URLS = ("/v1/classify",)
+_CLASSIFIER = re.compile("Classification|Reward")
+"""In the architecture of a model that classifies. Of others SGLang calls an embedding a class."""
 _OF_BOTH_URLS = ("/v1/rerank", "/v1/score")
 _TEXT_ROUTES = frozenset(
     {
         *_TEXT_URLS,
-        *("/api/chat", "/api/generate", "/generate", "/invocations", "/v1/messages"),
+        *("/api/chat", "/api/generate", "/generate", "/invocations"),
     }
 )
 """Routes that generate text."""
@@ -51,8 +55,10 @@ _TOOLS = frozenset({"custom", "function"})
 def urls_of(manager: Any) -> tuple[str, ...]:
     """The endpoints, of those that batches may have, that the model of SGLang's tokenizer manager
     has."""
-    own = _TEXT_URLS if manager.is_generation else _EMBEDDING_URLS
-    return (*own, *_OF_BOTH_URLS)
+    if manager.is_generation:
+        return (*_TEXT_URLS, *_OF_BOTH_URLS)
+    is_classifier = _CLASSIFIER.search(manager.model_config.hf_config.architectures[0])
+    return (*_EMBEDDING_URLS, *(_CLASSIFIER_URLS if is_classifier else ()), *_OF_BOTH_URLS)
 
 
 def check_route(route: str, manager: Any) -> None:
@@ -62,6 +68,8 @@ def check_route(route: str, manager: Any) -> None:
         wrong = "generates text, and this is an embedding model"
     elif route in _EMBEDDING_URLS and manager.is_generation:
         wrong = "is for embedding models (--is-embedding), and this model generates text"
+    elif route in _CLASSIFIER_URLS and route not in urls_of(manager):
+        wrong = "is for models that classify, which this one does not"
     else:
         return
     raise RequestError(route, f"{wrong}; choose from {', '.join(urls_of(manager))}")

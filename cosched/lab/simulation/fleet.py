@@ -1,7 +1,7 @@
 """A run of several replicas on one store of batches, each forked into a process of its own.
 
 Each has SGLang's scheduler, a KV pool and a clock of its own. The clocks meet where a feeder reads
-the store, so what the replicas know of each other they know in the order of virtual time. Lines of a
+the store, so what replicas know of each other they know in the order of virtual time. Lines of a
 killed replica are computed again when its lease has ended; its chats count as unanswered.
 """
 

@@ -90,6 +90,7 @@ def test_the_message_names_the_value_and_the_choices():
     assert "/v1/models" in message
     assert all(url in message for url in URLS)
     assert len(parse(entry(url="x" * 10_000)).message) < 300
+    assert "a guard model on /v1/chat/completions" in parse(entry(url="/v1/moderations")).message
 
 
 @pytest.mark.parametrize("url", URLS)
@@ -97,7 +98,8 @@ def test_what_is_sent_is_offline(url):
     line = parse(entry(url=url, body={"input": "ü", "stream": False, "service_tier": "default"}))
     assert isinstance(line, RequestLine)
     body = json.loads(line.body)
-    tier = "default" if url in ("/v1/embeddings", "/v1/rerank", "/v1/score") else "flex"
+    has_tier = url in ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+    tier = "flex" if has_tier else "default"
     assert body == {"input": "ü", "stream": False, "service_tier": tier}
 
 
