@@ -267,9 +267,11 @@ class LocalEngine:
         ignore_eos: bool = True,
         stream: bool = True,
         created_s: float = 0.0,
+        mm_inputs: Any = None,
         **fields: Any,
     ) -> None:
-        """Send a request, which arrives at the next iteration. Sampling is greedy."""
+        """Send a request, which arrives at the next iteration. Sampling is greedy. mm_inputs: its
+        images, as SGLang's processors make them (`cosched.lab.made_up_media`)."""
         params = SamplingParams(
             max_new_tokens=max_new_tokens,
             temperature=0.0,
@@ -283,7 +285,7 @@ class LocalEngine:
                 input_text="",
                 input_ids=array("q", input_ids),
                 input_embeds=None,
-                mm_inputs=None,
+                mm_inputs=mm_inputs,
                 token_type_ids=None,
                 sampling_params=params,
                 return_logprob=False,

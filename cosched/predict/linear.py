@@ -7,11 +7,14 @@ where few decodes share the GPU or contexts are short. With separate costs for i
 without a prefill:
 
     T = level(S_p + N_d) + a N_d + b S_d + c S_d min(1, 16 / N_d) + d min(S_d, 1024 N_d)
-      + e N_d max(l) [ + r N_p + p pairs + q tail pairs + m keys + n longest ]  with a prefill
+      + e N_d max(l)
+      [ + r N_p + p pairs + q tail pairs + m keys + n longest + i S_i ]  with a prefill
 
 S_p, N_p: new prompt tokens, prefills. N_d, l, S_d: decodes, their contexts, the sum of these.
 pairs: (query, key) pairs; tail pairs: of queries beyond the first 64 of a prefill. keys,
-longest: tokens of the prefills' contexts, and of the longest one.
+longest: tokens of the prefills' contexts, and of the longest one. S_i: tokens of images, video and
+sound that the encoder computes. Until an iteration with some was seen, such a token is assumed to
+take as long as a prompt token in the largest iteration.
 """
 
 from __future__ import annotations
@@ -74,10 +77,11 @@ def _amounts(totals: TotalsTable, *, has_prefills: bool) -> tuple[FloatArray, ..
         totals.double_tail_pairs,
         totals.num_new + totals.num_cached,
         totals.max_prefill_context,
+        totals.num_encoded,
     )
 
 
-_NUM_AMOUNTS = {False: 5, True: 10}
+_NUM_AMOUNTS = {False: 5, True: 11}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +143,9 @@ class PhaseCosts:
         yield
         found[0] = max(found[0], _LEAST_LEVEL * least)
         level, costs = found[: len(segments)], found[len(segments) :]
+        if has_prefills and not table.num_encoded.any():
+            largest = int(np.argmax(table.num_new))
+            costs[-1] = seconds[largest] / table.num_new[largest]
         return cls(graphs=tuple(graphs), level=tuple(level.tolist()), costs=tuple(costs.tolist()))
 
     def predict_s(self, totals: BatchTotals) -> float:
@@ -166,6 +173,7 @@ class PhaseCosts:
             + costs[7] * totals.double_tail_pairs
             + costs[8] * (num_new + totals.num_cached)
             + costs[9] * totals.max_prefill_context
+            + costs[10] * totals.num_encoded
         )
 
     def describe(self) -> dict[str, object]:
@@ -177,10 +185,15 @@ class PhaseCosts:
         if not isinstance(entry, dict) or not isinstance(entry.get("graphs"), list):
             raise ConfigError(f"{key} is {entry!r}; it must have graphs, level and costs")
         graphs = tuple(map(int, numbers(entry, "graphs", len(entry["graphs"]))))
+        level = numbers(entry, "level", len(_knots(graphs)))
+        costs = entry.get("costs")
+        if has_prefills and isinstance(costs, list) and len(costs) == _NUM_AMOUNTS[True] - 1:
+            # Of a version that knew no encoder: what the fit would assume.
+            knots = _knots(graphs)
+            whole_s = level[0] + sum(np.diff(knots) * level[1:])
+            entry = entry | {"costs": [*costs, whole_s / knots[-1]]}
         return cls(
-            graphs=graphs,
-            level=numbers(entry, "level", len(_knots(graphs))),
-            costs=numbers(entry, "costs", _NUM_AMOUNTS[has_prefills]),
+            graphs=graphs, level=level, costs=numbers(entry, "costs", _NUM_AMOUNTS[has_prefills])
         )
 
 
