@@ -47,7 +47,7 @@ def cold_start_s(totals: BatchTotals) -> float:
     for an 8B model, and its 12 ms that an iteration takes at least, rounded up."""
     return (
         15e-3
-        + 0.5e-3 * (totals.num_new + totals.num_decodes + totals.num_encoded)
+        + 0.5e-3 * (totals.num_new + totals.num_decodes)
         + 1e-6 * totals.decode_context
         + 1e-8 * totals.double_pairs
     )

@@ -13,8 +13,8 @@ without a prefill:
 S_p, N_p: new prompt tokens, prefills. N_d, l, S_d: decodes, their contexts, the sum of these.
 pairs: (query, key) pairs; tail pairs: of queries beyond the first 64 of a prefill. keys,
 longest: tokens of the prefills' contexts, and of the longest one. S_i: tokens of images, video and
-sound that the encoder computes. Until an iteration with some was seen, such a token is assumed to
-take as long as a prompt token in the largest iteration.
+sound that the encoder computes. Before any were seen they are taken to need no time: an image is
+computed as a whole, so that one which seems too long would never be tried.
 """
 
 from __future__ import annotations
@@ -143,9 +143,6 @@ class PhaseCosts:
         yield
         found[0] = max(found[0], _LEAST_LEVEL * least)
         level, costs = found[: len(segments)], found[len(segments) :]
-        if has_prefills and not table.num_encoded.any():
-            largest = int(np.argmax(table.num_new))
-            costs[-1] = seconds[largest] / table.num_new[largest]
         return cls(graphs=tuple(graphs), level=tuple(level.tolist()), costs=tuple(costs.tolist()))
 
     def predict_s(self, totals: BatchTotals) -> float:
@@ -185,15 +182,13 @@ class PhaseCosts:
         if not isinstance(entry, dict) or not isinstance(entry.get("graphs"), list):
             raise ConfigError(f"{key} is {entry!r}; it must have graphs, level and costs")
         graphs = tuple(map(int, numbers(entry, "graphs", len(entry["graphs"]))))
-        level = numbers(entry, "level", len(_knots(graphs)))
         costs = entry.get("costs")
         if has_prefills and isinstance(costs, list) and len(costs) == _NUM_AMOUNTS[True] - 1:
-            # Of a version that knew no encoder: what the fit would assume.
-            knots = _knots(graphs)
-            whole_s = level[0] + sum(np.diff(knots) * level[1:])
-            entry = entry | {"costs": [*costs, whole_s / knots[-1]]}
+            entry = entry | {"costs": [*costs, 0.0]}  # from before encoders were known
         return cls(
-            graphs=graphs, level=level, costs=numbers(entry, "costs", _NUM_AMOUNTS[has_prefills])
+            graphs=graphs,
+            level=numbers(entry, "level", len(_knots(graphs))),
+            costs=numbers(entry, "costs", _NUM_AMOUNTS[has_prefills]),
         )
 
 

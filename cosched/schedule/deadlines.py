@@ -321,7 +321,7 @@ class Deadlines:
             longer_s=None if headroom is None else partial(self._longer_s, headroom),
             rides=headroom is None or headroom.wait_s is None or headroom.tpot is not None,
             pieces_s=others.taken_s if in_pieces else None,
-            media_s=others.bound_offline(min(media_s, most_s)),
+            media_s=others.bound_offline(media_s),
         )
         return TimeBudget(view.predictor, self._builder.ledger, limits)
 
