@@ -184,7 +184,7 @@ class PhaseCosts:
         graphs = tuple(map(int, numbers(entry, "graphs", len(entry["graphs"]))))
         costs = entry.get("costs")
         if has_prefills and isinstance(costs, list) and len(costs) == _NUM_AMOUNTS[True] - 1:
-            entry = entry | {"costs": [*costs, 0.0]}  # from before encoders were known
+            entry = entry | {"costs": [*costs, 0.0]}  # of a file from before images were known
         return cls(
             graphs=graphs,
             level=numbers(entry, "level", len(_knots(graphs))),

@@ -3,9 +3,9 @@
 The model's encoder computes an image as a whole in the iteration that computes its first token, so
 there the time of a prompt has a step. A prompt is cut before an image that does not fit.
 
-Which images run  beside online decodes one that fits the time for prompts. One that does not comes
-             on top of that time, if no other is in the iteration: of an online prompt always, of an
-             offline one up to `TimeLimits.media_s`, so that chat makes up for it before the next
+Which images run  beside online decodes one that fits the time for prompts. One that does not makes
+             the iteration longer, if no other is in it: of an online prompt always, of an offline
+             one up to `TimeLimits.media_s`. Offline work stops until chat has made up for it
 No starvation  an offline image that is longer waits for an iteration without other work, and lines
              behind it go first (`candidates`). Once its request is urgent (`Slo.deadline_s`; lines
              of batches have one) it runs beside online decodes too, one in an iteration

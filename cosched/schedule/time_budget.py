@@ -176,18 +176,14 @@ class TimeBudget:
         self, num_cached: int, limit: int, encoded: int, limit_s: float, most_s: float
     ) -> int:
         """Tokens of a prompt beside so many of the encoder. The first media of an iteration that
-        leave no time for tokens come on top of `limit_s`, up to `most_s`."""
+        leave no time for `_LEAST_CUT` tokens make it as long as it takes, up to `most_s`."""
         predictor, totals = self._predictor, self._ledger.totals
         beside = totals.copy()
         beside.num_encoded += encoded
-        most = predictor.max_prefill(beside, num_cached, limit_s, limit)
-        if most >= min(limit, _LEAST_CUT) or totals.num_encoded:
-            return most
-        seconds = self._seconds
-        added_s = seconds(beside, 1, num_cached) - seconds(totals, 1, num_cached)
-        return predictor.max_prefill(
-            beside, num_cached, max(limit_s, min(limit_s + added_s, most_s)), limit
-        )
+        if not totals.num_encoded:
+            least_s = self._seconds(beside, min(limit, _LEAST_CUT), num_cached)
+            limit_s = max(limit_s, min(least_s, most_s))
+        return predictor.max_prefill(beside, num_cached, limit_s, limit)
 
     def has_offline_time(self) -> bool:
         if self._most_tokens is None:
