@@ -1,4 +1,4 @@
-"""Images in plans: an image is encoded whole, beside chat where that fits, and none waits for ever."""
+"""Images in plans: encoded whole, beside chat where that fits, and none waits for ever."""
 
 from dataclasses import dataclass, replace
 
