@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from cosched.core.batch import BatchShape, Prefill
-from cosched.engine.port.media import encoded_of
+from cosched.engine.port.encoder import encoded_of
 from cosched.engine.port.memory import num_allocated, num_committed
 from cosched.engine.port.scheduler import drafts_per_decode, runs_on_cpu
 

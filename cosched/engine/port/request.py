@@ -16,7 +16,7 @@ from sglang.srt.managers.scheduler import _make_abort_req
 from sglang.srt.runtime_context import get_disagg
 
 from cosched.core.request import Traits
-from cosched.engine.port.media import media_of
+from cosched.engine.port.encoder import media_of
 from cosched.limits.patterns import matches
 
 

@@ -33,7 +33,6 @@ from cosched.errors import ConfigError
 from cosched.lab.cost_models.cost_model import PrefixReads
 from cosched.lab.cost_models.overheads import Launches
 from cosched.lab.local_engine import LocalEngine, lengths_of, made_up, made_up_drafts
-from cosched.lab.made_up_media import keep_encodings, made_up_media
 from cosched.lab.metrics.records import ColumnLog, IterationLog, RequestRecord
 from cosched.lab.simulation.arrivals import VOCAB_SIZE, Arrival, Source
 from cosched.lab.simulation.clock import VirtualClock, VirtualEvent, quiet_host
@@ -375,7 +374,7 @@ class VirtualEngine:
             ignore_eos=False,
             stream=False,
             created_s=arrival.arrival_s,
-            mm_inputs=made_up_media(arrival.media),
+            media=arrival.media,
         )
 
     def _on_stop(self, rid: str) -> None:
@@ -394,7 +393,7 @@ class VirtualEngine:
         if port.runs_model(batch):  # else other ranks compute
             shape = port.shape_of(batch)
             if shape.encoded:
-                keep_encodings(batch)
+                self.local.keep_encodings(batch)
             start_s, returned_s = self._launches.launch(
                 shape, now_s=self.clock.now_s(), device_done_s=self.clock.device_done_s
             )
