@@ -41,6 +41,8 @@ class BatchShape:
     num_repeated KV tokens of the decodes that others of them read as well, on the same slots: of a
                 prefix that k share, k - 1 times its tokens. 0 where this was not looked up, as
                 where the engine reads every context separately
+    encoded     for each of the prefills, the tokens of images, video and sound that the model's
+                encoder computes in it; empty: none
     """
 
     prefills: Sequence[Prefill] = ()
@@ -48,6 +50,7 @@ class BatchShape:
     num_drafts: int = 0
     num_loaded: int = 0
     num_repeated: int = 0
+    encoded: Sequence[int] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -72,6 +75,7 @@ class BatchTotals:
                          (`EngineCaps.shared_prefix`) counts once
     max_decode_context   the largest of these [tokens]
     num_loaded           tokens whose KV comes back from host memory while the iteration runs
+    num_encoded          tokens of images, video and sound that the model's encoder computes
     """
 
     __slots__ = (
@@ -82,6 +86,7 @@ class BatchTotals:
         "max_prefill_context",
         "num_cached",
         "num_decodes",
+        "num_encoded",
         "num_loaded",
         "num_new",
         "num_prefills",
@@ -98,6 +103,7 @@ class BatchTotals:
         self.decode_context = 0
         self.max_decode_context = 0
         self.num_loaded = 0
+        self.num_encoded = 0
 
     @classmethod
     def of(cls, batch: BatchShape) -> BatchTotals:
@@ -108,6 +114,8 @@ class BatchTotals:
         totals.add_decodes(batch.decodes)
         totals.decode_context -= batch.num_repeated
         totals.num_loaded = batch.num_loaded
+        if batch.encoded:
+            totals.num_encoded = sum(batch.encoded)
         return totals
 
     def add_prefill(self, num_new: int, num_cached: int) -> None:
@@ -179,6 +187,7 @@ class BatchTotals:
         other.decode_context = self.decode_context
         other.max_decode_context = self.max_decode_context
         other.num_loaded = self.num_loaded
+        other.num_encoded = self.num_encoded
         return other
 
     def decodes_only(self) -> BatchTotals:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 __all__ = [
     "PLAIN",
     "LateReason",
+    "Media",
     "Request",
     "RequestClass",
     "Slo",
     "Traits",
+    "num_encoded",
     "num_tokens_left",
     "num_tokens_of",
 ]
@@ -55,6 +57,18 @@ class Slo:
     deadline_s: float | None = None
 
 
+class Media(NamedTuple):
+    """An image, a video or a sound of a prompt, which the model's encoder computes as a whole in
+    the iteration that computes the first of its tokens. Later chunks use the cached result.
+
+    begin       place of its first token in the prompt
+    num_tokens  of the prompt that the encoder computes
+    """
+
+    begin: int
+    num_tokens: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traits:
     """What the engine can do with a request; fixed when it arrives.
@@ -64,6 +78,7 @@ class Traits:
     can_cut   its prompt may be computed in several iterations
     num_rows  request slots that it takes once it decodes (beams have one each)
     adapter   LoRA adapter it needs; None: the model's own weights
+    media     of its prompt, in the order of the prompt
     """
 
     can_preempt: bool = True
@@ -71,6 +86,7 @@ class Traits:
     can_cut: bool = True
     num_rows: int = 1
     adapter: str | None = None
+    media: tuple[Media, ...] = ()
 
 
 PLAIN = Traits()
@@ -183,3 +199,12 @@ def num_tokens_of(request: Request) -> int:
 def num_tokens_left(request: Request) -> int:
     """Prompt and generated tokens whose KV it does not hold yet."""
     return num_tokens_of(request) - request.num_computed_tokens
+
+
+def num_encoded(request: Request, num_cached: int, num_new: int) -> int:
+    """Tokens that the encoder computes if `num_new` tokens are computed behind `num_cached`. An
+    upper bound: another request may have left the same image in the engine's cache."""
+    media = request.traits.media
+    if not media:
+        return 0
+    return sum(one.num_tokens for one in media if num_cached <= one.begin < num_cached + num_new)

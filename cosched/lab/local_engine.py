@@ -24,14 +24,21 @@ from sglang.srt.distributed.parallel_state import (
     destroy_distributed_environment,
     destroy_model_parallel,
 )
+from sglang.srt.managers import mm_schedule
 from sglang.srt.managers import scheduler as scheduler_module
 from sglang.srt.managers.io_struct import (
     AbortReq,
     BatchTokenIDOutput,
     TokenizedGenerateReqInput,
 )
+from sglang.srt.managers.schedule_batch import (
+    Modality,
+    MultimodalDataItem,
+    MultimodalProcessorOutput,
+)
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.mem_cache.multimodal_cache import EmbeddingResult
 from sglang.srt.observability.req_time_stats import APIServerReqTimeStats
 from sglang.srt.plugins import load_plugins
 from sglang.srt.runtime_context import SpawnRanks, get_resources, publish
@@ -72,6 +79,10 @@ def _ports(server_args: Any) -> PortArgs:
         if isinstance(name, str) and name.startswith("ipc://"):
             Path(name.removeprefix("ipc://")).unlink(missing_ok=True)
     return ports
+
+
+_ENCODING_BYTES = 8192
+"""Of a token of an image: 4,096 values of bfloat16."""
 
 
 class _Outbox:
@@ -267,9 +278,12 @@ class LocalEngine:
         ignore_eos: bool = True,
         stream: bool = True,
         created_s: float = 0.0,
+        media: Iterable[tuple[int, int, int]] = (),
+        mm_inputs: Any = None,
         **fields: Any,
     ) -> None:
-        """Send a request, which arrives at the next iteration. Sampling is greedy."""
+        """Send a request, which arrives at the next iteration. Sampling is greedy. media: images
+        that nothing computes (`made_up_media`); mm_inputs: real ones, by SGLang's processor."""
         params = SamplingParams(
             max_new_tokens=max_new_tokens,
             temperature=0.0,
@@ -283,7 +297,7 @@ class LocalEngine:
                 input_text="",
                 input_ids=array("q", input_ids),
                 input_embeds=None,
-                mm_inputs=None,
+                mm_inputs=mm_inputs or made_up_media(media),
                 token_type_ids=None,
                 sampling_params=params,
                 return_logprob=False,
@@ -296,6 +310,18 @@ class LocalEngine:
                 **fields,
             )
         )
+
+    @staticmethod
+    def keep_encodings(batch: Any) -> None:
+        """Put into SGLang's cache what the encoder would have computed for a prefill batch."""
+        chunks = zip(batch.multimodal_inputs, batch.prefix_lens, batch.extend_lens, strict=True)
+        for mm_inputs, begin, num_new in chunks:
+            for item in () if mm_inputs is None else mm_inputs.mm_items:
+                ((first, last),) = item.offsets
+                if last >= begin and first < begin + num_new:
+                    size = (last - first + 1) * _ENCODING_BYTES
+                    kept = torch.empty(size, dtype=torch.uint8, device="meta")  # takes no memory
+                    mm_schedule.embedding_cache.set(item.hash, EmbeddingResult(embedding=kept))
 
     def abort(self, rid: str) -> None:
         self._inbox.append(AbortReq(rid=rid))
@@ -367,6 +393,21 @@ class LocalEngine:
 
         self.run(until)
         return count
+
+
+def made_up_media(media: Iterable[tuple[int, int, int]]) -> Any:
+    """The images of a request as SGLang's processors give them: of each a number that tells it from
+    others, the place of its first token, and its tokens. None: there are none."""
+    items = [
+        MultimodalDataItem(
+            modality=Modality.IMAGE,
+            hash=key,
+            pad_value=key,
+            offsets=[(begin, begin + num_tokens - 1)],
+        )
+        for key, begin, num_tokens in media
+    ]
+    return MultimodalProcessorOutput(mm_items=items) if items else None
 
 
 def lengths_of(batch: Any) -> list[int]:

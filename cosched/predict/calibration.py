@@ -150,6 +150,8 @@ class Calibrator(Predictor):
     def knows(self, totals: BatchTotals) -> bool:
         """Iterations of such sizes have been seen, or a predictor was given."""
         phase = self._phases[totals.num_new > 0]
+        if totals.num_encoded and not phase.knows_encoder:
+            return False
         return phase.shape is not None and self._growth(totals) < MOST_GROWTH
 
     def predict_s(self, totals: BatchTotals) -> float:
@@ -309,6 +311,10 @@ class _Phase:
         self.cold_scale = 1.0
         self.num_kept = 0
         self.kept = _Kept()
+        self.knows_encoder = False
+        """The shape was fitted to iterations with media."""
+        self._num_encoded = self._num_in_fit = 0
+        """Iterations with media: all, and those of the latest fit."""
         self._num_fitted = 0
         self._cold_ratios: deque[float] = deque(maxlen=LEAST_OBSERVATIONS)
         self._usual_ratios: dict[tuple[int, ...], float | None] = {}
@@ -317,6 +323,7 @@ class _Phase:
     def keep(self, observed: _Observation) -> None:
         self.kept.add(observed)
         self.num_kept += 1
+        self._num_encoded += observed.totals.num_encoded > 0
         if self.shape is None:
             self._cold_ratios.append(observed.seconds / cold_start_s(observed.totals))
             ratios = sorted(self._cold_ratios)
@@ -335,6 +342,7 @@ class _Phase:
         num_new = self.num_kept - self._num_fitted
         if self.num_kept < LEAST_OBSERVATIONS or num_new < LEAST_NEW:
             return False
+        is_off |= self._num_encoded >= LEAST_NEW and not self.knows_encoder
         return is_off or num_new >= min(self._num_fitted * REFIT_GROWTH, MOST_NEW)
 
     def fitting(
@@ -342,11 +350,13 @@ class _Phase:
     ) -> Generator[None, None, PhaseCosts]:
         self._num_fitted = self.num_kept
         table, seconds = self.kept.table()
+        self._num_in_fit = self._num_encoded
         return PhaseCosts.fitting(table, seconds, graphs, has_prefills=has_prefills)
 
     def fitted(self, shape: PhaseCosts) -> None:
         """A fit is done."""
         self.shape = shape
+        self.knows_encoder = self._num_in_fit > 0
         self._usual_ratios.clear()
 
     def usual_ratio(self, totals: BatchTotals) -> float | None:
@@ -467,6 +477,7 @@ def _cell(totals: BatchTotals) -> tuple[int, ...]:
         totals.max_prefill_context.bit_length(),
         totals.num_decodes.bit_length(),
         totals.decode_context.bit_length(),
+        totals.num_encoded.bit_length(),
     )
 
 

@@ -47,6 +47,7 @@ class TotalsTable:
     num_decodes: FloatArray
     decode_context: FloatArray
     max_decode_context: FloatArray
+    num_encoded: FloatArray
 
     @classmethod
     def of(cls, totals: Sequence[BatchTotals]) -> TotalsTable:

@@ -7,11 +7,14 @@ where few decodes share the GPU or contexts are short. With separate costs for i
 without a prefill:
 
     T = level(S_p + N_d) + a N_d + b S_d + c S_d min(1, 16 / N_d) + d min(S_d, 1024 N_d)
-      + e N_d max(l) [ + r N_p + p pairs + q tail pairs + m keys + n longest ]  with a prefill
+      + e N_d max(l)
+      [ + r N_p + p pairs + q tail pairs + m keys + n longest + i S_i ]  with a prefill
 
 S_p, N_p: new prompt tokens, prefills. N_d, l, S_d: decodes, their contexts, the sum of these.
 pairs: (query, key) pairs; tail pairs: of queries beyond the first 64 of a prefill. keys,
-longest: tokens of the prefills' contexts, and of the longest one.
+longest: tokens of the prefills' contexts, and of the longest one. S_i: tokens of images, video and
+sound that the encoder computes. Before any were seen they are taken to need no time: an image is
+computed as a whole, so that one which seems too long would never be tried.
 """
 
 from __future__ import annotations
@@ -74,10 +77,11 @@ def _amounts(totals: TotalsTable, *, has_prefills: bool) -> tuple[FloatArray, ..
         totals.double_tail_pairs,
         totals.num_new + totals.num_cached,
         totals.max_prefill_context,
+        totals.num_encoded,
     )
 
 
-_NUM_AMOUNTS = {False: 5, True: 10}
+_NUM_AMOUNTS = {False: 5, True: 11}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +170,7 @@ class PhaseCosts:
             + costs[7] * totals.double_tail_pairs
             + costs[8] * (num_new + totals.num_cached)
             + costs[9] * totals.max_prefill_context
+            + costs[10] * totals.num_encoded
         )
 
     def describe(self) -> dict[str, object]:
@@ -177,6 +182,9 @@ class PhaseCosts:
         if not isinstance(entry, dict) or not isinstance(entry.get("graphs"), list):
             raise ConfigError(f"{key} is {entry!r}; it must have graphs, level and costs")
         graphs = tuple(map(int, numbers(entry, "graphs", len(entry["graphs"]))))
+        costs = entry.get("costs")
+        if has_prefills and isinstance(costs, list) and len(costs) == _NUM_AMOUNTS[True] - 1:
+            entry = entry | {"costs": [*costs, 0.0]}  # of a file from before images were known
         return cls(
             graphs=graphs,
             level=numbers(entry, "level", len(_knots(graphs))),

@@ -133,11 +133,14 @@ class Pace(Protocol):
         """All online work is in the ledger: from now on it is asked about offline work."""
         ...
 
-    def online_tokens(self, num_cached: int, limit: int) -> int:
-        """Most prompt tokens, up to `limit`, of an online prefill that fit."""
+    def online_tokens(self, num_cached: int, limit: int, *, encoded: int = 0) -> int:
+        """Most prompt tokens, up to `limit`, of an online prefill that fit. encoded: tokens of its
+        media that the encoder computes beside them."""
         ...
 
-    def offline_tokens(self, num_cached: int, limit: int, *, is_last: bool = False) -> int:
+    def offline_tokens(
+        self, num_cached: int, limit: int, *, encoded: int = 0, is_last: bool = False
+    ) -> int:
         """The same for an offline prefill; it may leave time for later iterations. is_last: no
         request joins the batch after it."""
         ...
@@ -162,10 +165,12 @@ class Unlimited:
 
     def begin_offline(self) -> None: ...
 
-    def online_tokens(self, num_cached: int, limit: int) -> int:
+    def online_tokens(self, num_cached: int, limit: int, *, encoded: int = 0) -> int:
         return limit
 
-    def offline_tokens(self, num_cached: int, limit: int, *, is_last: bool = False) -> int:
+    def offline_tokens(
+        self, num_cached: int, limit: int, *, encoded: int = 0, is_last: bool = False
+    ) -> int:
         return limit
 
     def has_offline_time(self) -> bool:

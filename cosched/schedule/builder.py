@@ -7,6 +7,7 @@ engine requires.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from functools import partial
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from cosched.core.request import LateReason, Request, RequestClass, num_tokens_o
 from cosched.core.view import Decodes, View
 from cosched.memory.kv_forecast import KvForecast
 from cosched.schedule.ledger import Ledger
+from cosched.schedule.media import tokens_with_media
 from cosched.schedule.preemption import preempt_mode
 
 __all__ = ["PlanBuilder", "mixes"]
@@ -215,7 +217,9 @@ class PlanBuilder:
             return True
         num_cached = request.num_computed_tokens if match is None else match.cached
         num_tokens = num_tokens_of(request) - num_cached
-        at_most = view.predictor.max_prefill(ledger.totals, num_cached, limit_s, num_tokens)
+        at_most = tokens_with_media(
+            request, num_cached, num_tokens, partial(ledger.most_prefill, num_cached, limit_s)
+        )
         if match is None:
             return self.continue_prefill(request, at_most)
         return self.admit(request, match, at_most)

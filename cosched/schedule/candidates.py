@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from cosched.core.kv_state import Match
 from cosched.core.plan import SkipReason
-from cosched.core.request import Request
+from cosched.core.request import Request, num_encoded
 from cosched.core.view import OfflineOrder
 from cosched.pool.freshness import due_time_s
 from cosched.schedule.base import Pace
@@ -29,7 +29,7 @@ from cosched.schedule.phases import (
 CANDIDATES_PER_BUCKET = 2
 
 _MOST_PASSED = 4
-"""Requests without memory behind which a plan looks at others."""
+"""Requests without memory, or time for an image, behind which a plan looks at others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,14 +179,19 @@ class _Search:
         return fitting
 
     def _pass_over(self, refused: Sequence[Request]) -> bool:
-        """Leave out those that lack memory, so that others behind them are looked at. These must
-        fit beside one that is the only candidate: it is urgent, or due. False: none is left out."""
-        builder, view = self._builder, self._builder.view
-        lacking = [r for r in refused if builder.skipped.get(r.rid) is SkipReason.MEMORY_BUDGET]
+        """Leave out those that lack memory, or time for an image, so that others behind them are
+        looked at. These must fit beside one that lacks memory and is the only candidate: it is
+        urgent, or due. False: none is left out."""
+        builder, view, skipped = self._builder, self._builder.view, self._builder.skipped
+        lacking = [r for r in refused if skipped.get(r.rid) is SkipReason.MEMORY_BUDGET]
         lacking = lacking[: self._num_left]
-        self._num_left -= len(lacking)
         if lacking and len(refused) == 1 and (view.running or view.unfinished):
             builder.ledger.kv.set_aside(refused[0], view.match(refused[0]))
+        lacking += [
+            r for r in refused if r.traits.media and skipped.get(r.rid) is SkipReason.LATENCY_BUDGET
+        ]
+        lacking = lacking[: self._num_left]
+        self._num_left -= len(lacking)
         for request in lacking:
             self._order.pass_over(request)
         return bool(lacking)
@@ -209,7 +214,10 @@ class _Search:
             bucket=bucket,
             match=match,
             num_new=num_new,
-            seconds=ledger.seconds_with(num_new, match.cached) - seconds,
+            seconds=ledger.seconds_with(
+                num_new, match.cached, encoded=num_encoded(request, match.cached, num_new)
+            )
+            - seconds,
         )
 
 

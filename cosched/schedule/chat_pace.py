@@ -134,7 +134,9 @@ def paced_s(builder: PlanBuilder, course: Course, most_s: float, *, cost: float)
     chat_per_s = len(builder.online.requests) / totals.num_decodes
     chat_per_s /= builder.view.mean_iteration_s or most_s
     cycles = _cycles(builder, totals, sizes, _PRESSED if course.is_pressed else 0.0)
-    gains = efficiencies(predictor, totals, prompt, cycles, chat_per_s)
+    gains = efficiencies(
+        predictor, totals, prompt, cycles, chat_per_s, encoder_s=_encoder_s(builder)
+    )
     chosen_s = sizes[smallest(gains, cost)][1]
     return chosen_s * ROUNDED_UP if chosen_s < _NOTICED * most_s else most_s
 
@@ -145,16 +147,36 @@ def efficiencies(
     prompt: Prefill,
     sizes: Sequence[tuple[int, float]],
     chat_per_s: float = 0.0,
+    *,
+    encoder_s: float = 0.0,
 ) -> list[float]:
     """Of iterations with so many tokens of such prompts beside `totals`, that take so long [s]: the
     worth of what they compute over their time, less that of chat.
 
     chat_per_s  share of the decodes that is chat's, in each second
+    encoder_s   time of the encoder for each token of the prompts, in the mean: it is worth what it
+                takes, and makes small sizes less of a gain [s]
     """
     token_s = price_s(predictor, prompt)
     worth = token_s * totals.num_new + worth_s(predictor, totals, token_s)
     chat = worth * chat_per_s
-    return [(worth + token_s * num_new) / seconds - chat for num_new, seconds in sizes]
+    token_s += encoder_s
+    return [
+        (worth + token_s * num_new) / (seconds + encoder_s * num_new) - chat
+        for num_new, seconds in sizes
+    ]
+
+
+def _encoder_s(builder: PlanBuilder) -> float:
+    """Time of the encoder for each token of the next offline prompt, in the mean [s]."""
+    unfinished = [r for r in builder.unfinished() if r.request_class is RequestClass.OFFLINE]
+    request = unfinished[0] if unfinished else first_candidate(builder.view.offline_order())
+    if request is None or not request.traits.media:
+        return 0.0
+    num_encoded = sum(media.num_tokens for media in request.traits.media)
+    added_s = builder.ledger.seconds_with(1, 0, encoded=num_encoded)
+    added_s -= builder.ledger.seconds_with(1, 0)
+    return added_s / request.num_prompt_tokens
 
 
 def _cycles(

@@ -44,7 +44,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cosched.core.group import RankNeeds
-from cosched.core.request import Request, RequestClass, Slo, num_tokens_of
+from cosched.core.request import Request, RequestClass, Slo, num_encoded, num_tokens_of
 from cosched.core.view import Decodes, ToleranceHeadroom, View
 from cosched.schedule.base import PolicySettings
 from cosched.schedule.builder import PlanBuilder
@@ -295,6 +295,7 @@ class Deadlines:
         most `most_s` beside online decodes [s]. headroom: of tolerance mode; where
         it bounds TTFT only, no offline work runs beside online prefills."""
         view, slacks, others = self._builder.view, self.slacks, self._builder.view.others
+        media_s = min(prefills.slack_s, self.idle_s(prefills))
         # A disturbed iteration is made up for by those after it.
         online_s *= self._margin
         # No decode is late by that: where prompts end in every iteration, none makes up for it.
@@ -302,7 +303,7 @@ class Deadlines:
         ends_s = max(online_s, min((1 + _DOUBT) * online_s, spare_s))
         fixed_s = self._settings.latency_budget_s
         if fixed_s is not None:
-            online_s = ends_s = fixed_s
+            online_s = ends_s = media_s = fixed_s
             if self._has_decodes or not math.isinf(prefills.least_s):
                 offline_s = fixed_s
         if not self._has_decodes:
@@ -320,6 +321,7 @@ class Deadlines:
             longer_s=None if headroom is None else partial(self._longer_s, headroom),
             rides=headroom is None or headroom.wait_s is None or headroom.tpot is not None,
             pieces_s=others.taken_s if in_pieces else None,
+            media_s=others.bound_offline(media_s),
         )
         return TimeBudget(view.predictor, self._builder.ledger, limits)
 
@@ -339,6 +341,7 @@ class Deadlines:
             num_new = min(num_tokens_of(request) - num_cached, tokens_left)
             if num_new > 0:
                 totals.add_prefill(num_new, num_cached)
+                totals.num_encoded += num_encoded(request, num_cached, num_new)
                 tokens_left -= num_new
         needs = RankNeeds(
             alone_s=self._predicted_s,
@@ -415,7 +418,11 @@ def _prefill_s(
     first_s = last_s = ledger.seconds_with(num_chunk, num_cached) - alone_s
     if num_chunk < num_new:
         last_s = ledger.seconds_with(num_chunk, num_cached + num_new - num_chunk) - alone_s
-    return max((first_s + last_s) / 2 * num_new / num_chunk, 0.0)
+    seconds = max((first_s + last_s) / 2 * num_new / num_chunk, 0.0)
+    if encoded := num_encoded(request, num_cached, num_new):
+        seconds += ledger.seconds_with(1, num_cached, encoded=encoded)
+        seconds -= ledger.seconds_with(1, num_cached)
+    return seconds
 
 
 def online_prefills(view: View) -> Iterable[Request]:

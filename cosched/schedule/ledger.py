@@ -10,7 +10,7 @@ from cosched.core.batch import BatchTotals, IntArray
 from cosched.core.kv_state import Match
 from cosched.core.memories import Memory
 from cosched.core.plan import SkipReason
-from cosched.core.request import Request, num_tokens_of
+from cosched.core.request import Request, num_encoded, num_tokens_of
 from cosched.core.view import View
 from cosched.memory.kv_forecast import KvForecast
 from cosched.memory.kv_memory import KvMemory
@@ -89,11 +89,20 @@ class Ledger:
         """Predicted time of the iteration [s]."""
         return self._view.predictor.predict_s(self.totals)
 
-    def seconds_with(self, num_tokens: int, num_cached: int) -> float:
-        """The same with one more prefill [s]."""
+    def seconds_with(self, num_tokens: int, num_cached: int, *, encoded: int = 0) -> float:
+        """The same with one more prefill, and so many tokens of its media [s]."""
         trial = self.totals.copy()
         trial.add_prefill(num_tokens, num_cached)
+        trial.num_encoded += encoded
         return self._view.predictor.predict_s(trial)
+
+    def most_prefill(self, num_cached: int, limit_s: float, limit: int, encoded: int = 0) -> int:
+        """`Predictor.max_prefill` beside what is in, and so many tokens of its media."""
+        totals = self.totals
+        if encoded:
+            totals = totals.copy()
+            totals.num_encoded += encoded
+        return self._view.predictor.max_prefill(totals, num_cached, limit_s, limit)
 
     def seconds_with_decodes(self, contexts: Sequence[int] | IntArray) -> float:
         """The same with more decodes [s]."""
@@ -295,6 +304,7 @@ class Ledger:
         self._num_prefills += 1
         self.prefills_mix = self.prefills_mix and request.traits.can_mix
         self.totals.add_prefill(num_tokens, num_cached)
+        self.totals.num_encoded += num_encoded(request, num_cached, num_tokens)
         self.tokens -= self._caps.ceil_to_page(num_tokens)
         if num_cached + num_tokens < num_tokens_of(request):
             assert self.unfinished > 0, f"second unfinished prefill {request.rid=}"

@@ -23,11 +23,12 @@ import numpy as np
 from cosched.core.batch import IntArray
 from cosched.core.kv_state import Match
 from cosched.core.plan import SkipReason
-from cosched.core.request import Request, RequestClass, num_tokens_of
+from cosched.core.request import Request, RequestClass, num_encoded, num_tokens_of
 from cosched.core.view import Decodes, OfflineOrder
 from cosched.schedule.base import Pace
 from cosched.schedule.builder import PlanBuilder
 from cosched.schedule.following import LEAST_SHARED, UnderWay, follow, without_output
+from cosched.schedule.media import must_encode, tokens_with_media
 from cosched.schedule.preemption import has_checkpoints, should_finish
 
 _BESIDE_PART = 4
@@ -248,7 +249,10 @@ def _admit_beside(
         if (
             num_new <= left
             and num_kv + chunk + 2 * view.caps.page_size <= ledger.kv.available
-            and pace.online_tokens(match.cached, num_new) >= num_new
+            and pace.online_tokens(
+                match.cached, num_new, encoded=num_encoded(request, match.cached, num_new)
+            )
+            >= num_new
             and ledger.chunk(request, match) == num_new
             and builder.admit(request, match, num_new)
         ):
@@ -399,7 +403,12 @@ def _online_tokens(builder: PlanBuilder, pace: Pace, request: Request, num_cache
     """Prompt tokens of an online prefill that fit the time. On an idle device at least some do:
     with a fixed budget below the shortest iteration nothing would ever run."""
     remaining = num_tokens_of(request) - num_cached
-    num_tokens = pace.online_tokens(num_cached, remaining)
+    num_tokens = tokens_with_media(
+        request,
+        num_cached,
+        remaining,
+        lambda limit, encoded: pace.online_tokens(num_cached, limit, encoded=encoded),
+    )
     if num_tokens and not request.traits.can_cut:
         return remaining
     if num_tokens:
@@ -419,13 +428,23 @@ def offline_tokens(
     """Prompt tokens of an offline prefill that fit the time; 0 for a very short chunk, which would
     cost a forward pass of its own."""
     remaining = num_tokens_of(request) - num_cached
-    num_tokens = pace.offline_tokens(num_cached, remaining, is_last=is_last)
+    num_tokens = tokens_with_media(
+        request,
+        num_cached,
+        remaining,
+        lambda limit, encoded: pace.offline_tokens(
+            num_cached, limit, encoded=encoded, is_last=is_last
+        ),
+    )
     caps = builder.view.caps
     least = max(_LEAST_CHUNK, caps.chunk_unit, *(m.least_chunk for m in builder.view.memories))
     if num_tokens >= (min(remaining, least) if request.traits.can_cut else remaining):
         return num_tokens
     # On an idle device it runs in any case, and corrects a prediction that is too long.
-    return 0 if builder.runs_anything() else _least(builder, request, remaining)
+    num_least = _least(builder, request, remaining)
+    if not builder.runs_anything() or must_encode(builder.view, request, num_cached, num_least):
+        return num_least
+    return 0
 
 
 def admission_tokens(

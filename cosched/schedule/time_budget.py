@@ -57,6 +57,7 @@ class TimeLimits:
     rides          offline work may be in an iteration with online prefills
     pieces_s       online prompts are cut to the size at which they delay decodes least, or to what
                    fits into this time, which other ranks take anyway; None: they are not cut so
+    media_s        with an offline image that does not fit `offline_s` (`cosched.schedule.media`)
     """
 
     online_s: float
@@ -66,6 +67,7 @@ class TimeLimits:
     longer_s: Callable[[float], float] | None = None
     rides: bool = True
     pieces_s: float | None = None
+    media_s: float = 0.0
 
 
 class TimeBudget:
@@ -78,6 +80,7 @@ class TimeBudget:
         self._limits = limits
         self.online_s = limits.online_s
         self.offline_s = limits.offline_s
+        self._media_s = limits.media_s
         self.paced: Callable[[float], OfflinePart] | None = None
         """Most time of an iteration with offline work [s] -> what that may take of it; None: as
         much as it can."""
@@ -93,7 +96,9 @@ class TimeBudget:
             self.offline_s = 0.0
         if self._limits.longer_s is not None:
             self.alone_s = self._ledger.seconds()
-            self.offline_s = min(self.offline_s, self._limits.longer_s(self.alone_s))
+            longest_s = self._limits.longer_s(self.alone_s)
+            self.offline_s = min(self.offline_s, longest_s)
+            self._media_s = min(self._media_s, longest_s)
         if self.paced is not None:
             part = self.paced(self.offline_s)
             self.offline_s, self._most_decodes, self.admits = part
@@ -102,10 +107,12 @@ class TimeBudget:
         limits = {"online": self.online_s, "offline": self.offline_s}
         return {phase: limit_s for phase, limit_s in limits.items() if limit_s < math.inf}
 
-    def online_tokens(self, num_cached: int, limit: int) -> int:
+    def online_tokens(self, num_cached: int, limit: int, *, encoded: int = 0) -> int:
         limit = self.piece(num_cached, limit)
         if limit <= 0:
             return 0
+        if encoded:
+            return self._beside_media(num_cached, limit, encoded, self.online_s, math.inf)
         most = self._predictor.max_prefill(self._ledger.totals, num_cached, self.online_s, limit)
         if most == 0:
             return 0
@@ -145,7 +152,9 @@ class TimeBudget:
         free = self._predictor.max_prefill(totals, num_cached, self._limits.pieces_s, limit)
         return min(limit, max(self._most_online - in_batch, free))
 
-    def offline_tokens(self, num_cached: int, limit: int, *, is_last: bool = False) -> int:
+    def offline_tokens(
+        self, num_cached: int, limit: int, *, encoded: int = 0, is_last: bool = False
+    ) -> int:
         totals = self._ledger.totals
         in_batch = totals.num_new + totals.num_decodes
         if self._most_tokens is None:
@@ -158,8 +167,23 @@ class TimeBudget:
         if left <= 0:
             return 0
         limit = min(limit, left)
+        if encoded:
+            return self._beside_media(num_cached, limit, encoded, self.offline_s, self._media_s)
         most = self._predictor.max_prefill(totals, num_cached, self.offline_s, limit)
         return self._worthwhile(totals, most, num_cached) if is_last else most
+
+    def _beside_media(
+        self, num_cached: int, limit: int, encoded: int, limit_s: float, most_s: float
+    ) -> int:
+        """Tokens of a prompt beside so many of the encoder. The first media of an iteration that
+        leave no time for `_LEAST_CUT` tokens make it as long as it takes, up to `most_s`."""
+        predictor, totals = self._predictor, self._ledger.totals
+        beside = totals.copy()
+        beside.num_encoded += encoded
+        if not totals.num_encoded:
+            least_s = self._seconds(beside, min(limit, _LEAST_CUT), num_cached)
+            limit_s = max(limit_s, min(least_s, most_s))
+        return predictor.max_prefill(beside, num_cached, limit_s, limit)
 
     def has_offline_time(self) -> bool:
         if self._most_tokens is None:

@@ -40,6 +40,7 @@ INTERNALS: Mapping[str, tuple[str, ...]] = {
         "managers.schedule_batch.ScheduleBatch": """
             batch_is_full check_decode_mem chunked_req decoding_reqs device extend_lens filter_batch
             forward_mode hicache_consumer_index input_ids is_empty is_extend_in_batch merge_batch
+            multimodal_inputs
             orig_seq_lens out_cache_loc prefix_lens release_req req_pool_indices
             req_pool_indices_cpu req_to_token_pool reqs return_logprob sampling_info seq_lens
             seq_lens_cpu seq_lens_sum spec_algorithm spec_info tree_cache
@@ -48,11 +49,17 @@ INTERNALS: Mapping[str, tuple[str, ...]] = {
             _compute_max_prefix_len _stop_match_tail_len beam_group cache_salt cached_tokens
             customized_info extra_key finished finished_len finished_reason grammar grammar_key
             grammar_wait_ct
-            inflight_middle_chunks input_embeds kv last_node lock lora_id origin_input_ids
+            inflight_middle_chunks input_embeds kv last_node lock lora_id multimodal_inputs
+            origin_input_ids
             output_ids positional_embed_overrides prefix_len priority reset_for_retract
             retraction_count return_logprob rid sampling_params seqlen session time_stats to_finish
             tokenizer
         """,
+        "managers.schedule_batch.MultimodalInputs": "mm_items",
+        "managers.schedule_batch.MultimodalDataItem": """
+            hash is_audio modality offsets precomputed_embeddings
+        """,
+        "mem_cache.multimodal_cache.MultiModalStaticCache": "combine_hashes has",
         "constrained.base_grammar_backend.BaseGrammarBackend": "cache executor",
         "constrained.grammar_manager.GrammarManager": """
             SGLANG_GRAMMAR_MAX_POLL_ITERATIONS SGLANG_GRAMMAR_POLL_INTERVAL grammar_backend

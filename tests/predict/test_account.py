@@ -73,6 +73,15 @@ def test_of_a_linear_prediction_each_pays_in_proportion_to_its_marginal_cost():
     assert shares == pytest.approx([8.0, 12.0, 4.0, 4.0])
 
 
+def test_an_image_is_paid_for_by_its_request():
+    def predict_s(t):
+        return 1e-3 * (t.num_new + t.num_decodes) + 2e-3 * t.num_encoded
+
+    shape = BatchShape(prefills=[Prefill(100, 0)] * 2, decodes=[7], encoded=[0, 50])
+    shares, _ = charge(shape, 3.01, predict_s=predict_s)
+    assert shares == pytest.approx([1.0, 2.0, 0.01])
+
+
 def test_without_a_predictor_tokens_decide():
     shares, _ = charge(BatchShape(prefills=[Prefill(90, 0)], decodes=[5] * 10), predict_s=len_less)
     assert shares == pytest.approx([0.9] + [0.01] * 10)

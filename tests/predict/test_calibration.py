@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -208,6 +209,27 @@ class TestWarm:
         assert min(soon) > 0.9
         assert max(soon) < 1.2
         assert max(predicted) < 1.5
+
+    def test_what_images_take_is_learned_and_does_not_bend_the_rest(self):
+        """An A100 encodes a token in 24 us (Qwen2.5-VL). Until then they count for nothing."""
+        calibrator = learned()
+
+        def seconds(batch):
+            return TRUTH.iteration_s(batch) + 24e-6 * sum(batch.encoded)
+
+        with_prefills = [batch for batch in batches(5, 300) if batch.prefills]
+        images = [
+            replace(batch, encoded=[min(4 * p.num_new, 3000) for p in batch.prefills])
+            for batch in with_prefills
+        ]
+        assert estimate_errors(calibrator, images[:1]) == pytest.approx(0, abs=0.02)
+        for batch in images[:40]:
+            calibrator.observe(batch, seconds(batch))
+            assert np.abs(estimate_errors(calibrator, with_prefills[:20])).max() < 0.05
+        totals = [*map(BatchTotals.of, images[40:])]
+        estimates = [calibrator.estimate_s(each) for each in totals]
+        errors = np.array(estimates) / [*map(seconds, images[40:])] - 1
+        assert np.abs(errors).mean() < 0.01
 
     def test_new_kinds_of_batches_are_no_drift(self):
         calibrator = Calibrator()

@@ -69,6 +69,15 @@ def test_a_predictor_of_an_earlier_form_is_fitted_again(profile, tmp_path):
         assert predictor.predict_s(totals) == pytest.approx(point.seconds, rel=0.5)
 
 
+def test_a_predictor_that_knows_no_images_is_read(profile, tmp_path):
+    path = tmp_path / "p.json"
+    profile.save(path)
+    data = json.loads(path.read_text())
+    assert data["predictor"]["prefill"]["costs"].pop() == 0.0
+    path.write_text(json.dumps(data))
+    assert Profile.load(path).predictor.to_dict() == profile.predictor.to_dict()
+
+
 def test_the_predictor_of_the_same_engine_is_given_wherever_its_model_lies(profile, tmp_path):
     profile.save(tmp_path / "p.json")
     here = replace(ENGINE, model="/models/llama")

@@ -10,7 +10,13 @@ from cosched.core.request import RequestClass
 from cosched_traces.catalogue import WORKLOADS, load_workload
 from cosched_traces.docs import PATH, with_tables
 from cosched_traces.errors import RowError, WorkloadError
-from cosched_traces.formats import FORMATS, SERVEGEN_REPLY_TOKENS, read_trace
+from cosched_traces.formats import (
+    FORMATS,
+    SERVEGEN_IMAGE_TOKENS,
+    SERVEGEN_REPLY_TOKENS,
+    SERVEGEN_TEXT_TOKENS,
+    read_trace,
+)
 from cosched_traces.trace_summary import shared_ratio
 from tests.traces.conftest import ROOT
 from tests.traces.samples import (
@@ -173,6 +179,22 @@ def test_prompts_of_servegen_share_blocks_of_16_tokens(tmp_path):
     bad = write(tmp_path / "b.jsonl", '{"request_id": 0, "input_length": 40, "hash_ids": [1]}')
     with pytest.raises(RowError, match="blocks of 16 tokens make 3"):
         read_trace(bad)
+
+
+def test_images_of_servegen_are_encoded(tmp_path):
+    """Job c names the images of a line, job f has lines whose prompts are mostly an image."""
+    rows = [
+        f'{{"request_id": {n}, "type": "multimodal", "input_length": 34, "hash_ids": [1, 2, {n}],'
+        f' "img_ids": ["img_{image}"]}}'
+        for n, image in ((3, 1), (4, 2), (5, 1))
+    ]
+    one, other, again = read_trace(write(tmp_path / "c.jsonl", *rows)).requests
+    assert [media[1:] for media in one.media] == [(34, SERVEGEN_IMAGE_TOKENS)]
+    assert one.media == again.media != other.media
+    row = '{"request_id": 0, "type": "multimodal", "input_length": 1134, "output_length": 495}'
+    (balanced,) = read_trace(write(tmp_path / "f.jsonl", row)).requests
+    assert balanced.num_prompt_tokens == 1134
+    assert [media[1:] for media in balanced.media] == [(SERVEGEN_TEXT_TOKENS, 878)]
 
 
 def test_workloads_of_inference_perf_have_its_statistics():

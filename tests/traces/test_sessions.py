@@ -80,7 +80,7 @@ def test_a_session_ends_before_its_context_is_too_long():
     )
     session = next(kind.supply("s", seed=0))
     assert session.head_key is None
-    assert [sum(n for _, n in t.segments) for t in session.turns] == [10, 30, 50, 70, 90]
+    assert [sum(n for _, n, _ in t.segments) for t in session.turns] == [10, 30, 50, 70, 90]
 
 
 def answered_at_once(made):

@@ -17,10 +17,15 @@ from cosched_traces.arrival_times import (
 )
 from cosched_traces.datasets import DATASETS
 from cosched_traces.errors import WorkloadError
-from cosched_traces.formats import read_trace
-from cosched_traces.lengths import Fixed, Uniform
+from cosched_traces.formats import SERVEGEN_REPLY_TOKENS, SERVEGEN_TEXT_TOKENS, read_trace
+from cosched_traces.lengths import Fixed, Quantiles, Uniform
 from cosched_traces.mmlu import generate_mmlu, read_mmlu
-from cosched_traces.offline_sets import PrefixGroups, independent_requests, length_pairs
+from cosched_traces.offline_sets import (
+    ImageLines,
+    PrefixGroups,
+    independent_requests,
+    length_pairs,
+)
 from cosched_traces.openai_batch import Tokenize, estimated_tokens, read_openai_batch
 from cosched_traces.seeds import seed_for
 from cosched_traces.servegen import read_servegen
@@ -240,6 +245,55 @@ def documents(asked: Asked) -> Workload:
         output=Uniform(50, 150),
     )
     return groups.workload(asked.name, seed=asked.seed, num_requests=num_requests)
+
+
+_SERVEGEN_IMAGES = Quantiles(
+    probabilities=(0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.98, 1),
+    points=tuple(
+        tokens - SERVEGEN_TEXT_TOKENS for tokens in (989, 1003, 1054, 1116, 1164, 1174, 1207, 2184)
+    ),
+)
+"""Prompts of the first 150 lines of ServeGen's ``trace_f.jsonl``, less an assumed text."""
+
+CAPTIONS = ImageLines(
+    head=368,
+    image=_SERVEGEN_IMAGES,
+    unique=Uniform(36, 84),
+    output=Fixed(SERVEGEN_REPLY_TOKENS),
+)
+"""Image captioning, by the first 50 lines of ServeGen's ``trace_c.jsonl`` (Alibaba Model Studio): a
+head of 23 blocks, one image, 36 to 84 more tokens. Not published, and assumed: the tokens of the
+image (those of f) and the reply."""
+
+BALANCED_IMAGES = ImageLines(
+    head=1,
+    image=_SERVEGEN_IMAGES,
+    unique=Fixed(SERVEGEN_TEXT_TOKENS - 1),
+    output=Quantiles(
+        probabilities=(0, 0.05, 0.25, 0.5, 0.75, 0.95, 0.98, 1),
+        points=(347, 376, 416, 450, 495, 560, 629, 1684),
+    ),
+)
+"""As ServeGen's ``trace_f.jsonl``. Assumed: how much of a prompt is text, and that nothing but its
+first token is shared."""
+
+PAGES = ImageLines(
+    head=64,
+    image=Uniform(1000, 4000),
+    unique=Uniform(20, 60),
+    output=Uniform(100, 800),
+)
+"""Scanned pages to be read: an A4 page at 150 dpi has 2,772 tokens of 28 x 28 pixels."""
+
+
+def image_lines(kind: ImageLines) -> Build:
+    """2,000 lines, or `num_requests`."""
+
+    def build(asked: Asked) -> Workload:
+        num_requests = asked.num_requests or 2000
+        return kind.workload(asked.name, seed=asked.seed, num_requests=num_requests)
+
+    return build
 
 
 def summaries_and_stories(asked: Asked) -> Workload:

@@ -227,6 +227,24 @@ WORKLOADS = {
         builders.loogle(num_documents=145, num_questions=1101, max_output_tokens=80),
         "LooGLE long-dependency QA: 145 documents, 7.6 questions each, shuffled",
     ),
+    "captions": NamedWorkload(
+        (OFFLINE,),
+        128,
+        builders.image_lines(builders.CAPTIONS),
+        "like ServeGen's offline job c: a head of 368 tokens and an image of about 860 each",
+    ),
+    "balanced-images": NamedWorkload(
+        (OFFLINE,),
+        1684,
+        builders.image_lines(builders.BALANCED_IMAGES),
+        "like ServeGen's offline job f: prompts of about 1,110 tokens, most of an image",
+    ),
+    "pages": NamedWorkload(
+        (OFFLINE,),
+        800,
+        builders.image_lines(builders.PAGES),
+        "scanned pages, images of 1,000-4,000 tokens",
+    ),
     "interactive-chat": NamedWorkload(
         (ONLINE,),
         1000,

@@ -14,18 +14,24 @@ import msgspec
 from cosched.core.request import RequestClass
 from cosched_traces.errors import RowError, WorkloadError
 from cosched_traces.files import Ids, first_line, json_lines, numbered_lines
-from cosched_traces.seeds import key_base
+from cosched_traces.seeds import KEYS, key_base
 from cosched_traces.workload import Segment, TraceRequest, Workload
 
 MOONCAKE_BLOCK_TOKENS = 512
 SERVEGEN_BLOCK_TOKENS = 16
 SERVEGEN_REPLY_TOKENS = 128
 """Of the jobs that ServeGen publishes without output lengths; an assumption."""
+SERVEGEN_TEXT_TOKENS = 256
+"""Of a prompt of its jobs with images and output lengths: the rest is taken to be an image, as the
+lengths are few numbers, like sizes of images. An assumption."""
+SERVEGEN_IMAGE_TOKENS = 860
+"""Of an image of its jobs with ids of images. Their blocks are taken to be text alone, as many of
+them differ from line to line, which the placeholders of images do not. An assumption."""
 
 
 class Row(NamedTuple):
     """`time_s` counts from the zero of the format; `ids`: hashes of the blocks of the prompt, of
-    `block` tokens each."""
+    `block` tokens each; `images`: names and tokens of images after its text."""
 
     line: int
     time_s: float
@@ -33,6 +39,7 @@ class Row(NamedTuple):
     num_output_tokens: int
     ids: Ids = ()
     block: int = MOONCAKE_BLOCK_TOKENS
+    images: tuple[tuple[str, int], ...] = ()
 
 
 def _wall_clock_s(text: str) -> float:
@@ -88,21 +95,26 @@ def _with_all_blocks(path: Path, row: Row) -> Row:
 class _ServegenJob(msgspec.Struct):
     input_length: int
     output_length: int
+    type: str = "text"
 
 
 def _servegen_rows(path: Path) -> Iterator[Row]:
     for line, job in json_lines(path, _ServegenJob):
-        yield Row(line, 0.0, job.input_length, job.output_length)
+        num_text, images = job.input_length, ()
+        if job.type == "multimodal" and num_text > SERVEGEN_TEXT_TOKENS:
+            images = ((f"line {line}", num_text - SERVEGEN_TEXT_TOKENS),)
+            num_text = SERVEGEN_TEXT_TOKENS
+        yield Row(line, 0.0, num_text, job.output_length, images=images)
 
 
 class _ServegenPrompt(msgspec.Struct):
     input_length: int
     hash_ids: Ids
+    img_ids: tuple[str, ...] = ()
 
 
 def _servegen_prompt_rows(path: Path) -> Iterator[Row]:
-    """A prompt has one id for each block of 16 tokens; the last one may be shorter. Tokens of
-    images count as tokens."""
+    """A prompt has one id for each block of 16 tokens; the last one may be shorter."""
     for line, one in json_lines(path, _ServegenPrompt):
         row = Row(
             line,
@@ -111,6 +123,7 @@ def _servegen_prompt_rows(path: Path) -> Iterator[Row]:
             SERVEGEN_REPLY_TOKENS,
             one.hash_ids,
             SERVEGEN_BLOCK_TOKENS,
+            tuple((name, SERVEGEN_IMAGE_TOKENS) for name in one.img_ids),
         )
         yield _with_all_blocks(path, row)
 
@@ -149,14 +162,17 @@ FORMATS = {
     ),
     "servegen-batch": Format(
         marks=('"request_id"', '"input_length"', '"output_length"'),
-        description="ServeGen's offline jobs with output lengths (JSONL)",
+        description=(
+            "ServeGen's offline jobs with output lengths; of a prompt with images, all but"
+            f" {SERVEGEN_TEXT_TOKENS} tokens are an image (JSONL)"
+        ),
         read=_servegen_rows,
     ),
     "servegen-prompts": Format(
         marks=('"request_id"', '"input_length"', '"hash_ids"'),
         description=(
             f"ServeGen's offline jobs with shared prefixes; replies of {SERVEGEN_REPLY_TOKENS}"
-            " tokens (JSONL)"
+            f" tokens, images of {SERVEGEN_IMAGE_TOKENS} (JSONL)"
         ),
         read=_servegen_prompt_rows,
     ),
@@ -219,14 +235,20 @@ def _format_of(path: Path) -> Format:
 
 
 def _segments(row: Row, own_key: int, shared: int) -> tuple[Segment, ...]:
-    """One segment per id, all but the last of a full block; without ids, one of its own."""
+    """One segment per id, all but the last of a full block; without ids, one of its own. Then the
+    images."""
+    images = [
+        Segment((shared + key_base("image", name)) % KEYS, num_tokens, encoded=True)
+        for name, num_tokens in row.images
+    ]
     if not row.ids:
-        return (Segment(own_key, row.num_prompt_tokens),)
+        return (Segment(own_key, row.num_prompt_tokens), *images)
     *full, last = row.ids
     num_last_tokens = row.num_prompt_tokens - len(full) * row.block
     return (
         *(Segment(shared + block, row.block) for block in full),
         Segment(shared + last, num_last_tokens),
+        *images,
     )
 
 

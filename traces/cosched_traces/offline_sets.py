@@ -76,6 +76,51 @@ class PrefixGroups:
         return self.requests_per_group
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageLines:
+    """Lines with an image each: a head that all share, the image, and text after it.
+
+    head    tokens of the head
+    image   tokens of an image; each line has its own
+    unique  tokens of the text after it
+    output  tokens that a line generates
+    """
+
+    head: int
+    image: Lengths
+    unique: Lengths
+    output: Lengths
+
+    def workload(self, name: str, *, seed: int, num_requests: int) -> Workload:
+        images, unique, output = (
+            lengths.sample(rng_of(seed, name, what), num_requests).tolist()
+            for what, lengths in (
+                ("image", self.image),
+                ("unique", self.unique),
+                ("output", self.output),
+            )
+        )
+        head_key, image_keys, own_keys = (
+            key_base(name, seed, what) for what in ("head", "images", "own")
+        )
+        requests = tuple(
+            TraceRequest(
+                rid=f"{name}-{index}",
+                request_class=RequestClass.OFFLINE,
+                arrival_s=0.0,
+                num_output_tokens=output[index],
+                segments=(
+                    Segment(head_key, self.head),
+                    Segment(image_keys + index, images[index], encoded=True),
+                    Segment(own_keys + index, unique[index]),
+                ),
+            )
+            for index in range(num_requests)
+        )
+        note = f"generated {num_requests} lines with an image each, {seed=}"
+        return Workload(name=name, requests=requests, notes=(note,))
+
+
 def independent_requests(
     name: str,
     lengths: Iterable[tuple[int, int]],

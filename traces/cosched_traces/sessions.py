@@ -42,7 +42,7 @@ class Session:
         def moved(segment: Segment) -> Segment:
             if segment.key == self.head_key:
                 return segment
-            return Segment((segment.key + shift) % KEYS, segment.num_tokens)
+            return segment._replace(key=(segment.key + shift) % KEYS)
 
         turns = tuple(
             replace(turn, segments=tuple(map(moved, turn.segments))) for turn in self.turns

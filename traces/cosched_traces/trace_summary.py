@@ -39,7 +39,7 @@ def prefix_parts(requests: Iterable[TraceRequest]) -> Iterator[list[tuple[int, i
 
 def _parts(request: TraceRequest) -> Iterable[tuple[Hashable, int]]:
     if not request.token_ids:
-        return request.segments
+        return (segment[:2] for segment in request.segments)
     ids = request.token_ids
     chunks = (tuple(ids[at : at + STEP_TOKENS]) for at in range(0, len(ids), STEP_TOKENS))
     return ((chunk, len(chunk)) for chunk in chunks)

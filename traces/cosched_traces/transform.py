@@ -12,7 +12,7 @@ from itertools import pairwise
 from cosched.core.request import RequestClass
 from cosched_traces.errors import WorkloadError
 from cosched_traces.seeds import KEYS, key_base, rng_of
-from cosched_traces.workload import Segment, Workload
+from cosched_traces.workload import Workload
 
 
 def period_s(workload: Workload) -> float:
@@ -107,9 +107,7 @@ def repeat(workload: Workload, duration_s: float) -> Workload:
                 break
             if request.token_ids:
                 raise WorkloadError(f"{request.rid}: given tokens cannot be repeated as new ones")
-            segments = tuple(
-                Segment((s.key + shift) % KEYS, s.num_tokens) for s in request.segments
-            )
+            segments = tuple(s._replace(key=(s.key + shift) % KEYS) for s in request.segments)
             rid = f"{request.rid}/{lap}"
             requests.append(replace(request, rid=rid, arrival_s=arrival_s, segments=segments))
     return workload.changed(tuple(requests), f"repeated every {lap_s:.1f} s to {duration_s:g} s")

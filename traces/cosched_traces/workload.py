@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -14,9 +15,21 @@ from cosched.core.request import RequestClass, Slo
 
 class Segment(NamedTuple):
     """A stretch of a prompt. Equal `key` means equal tokens: two prompts whose segments begin alike
-    share that prefix. A shorter segment of the same key is a prefix of a longer one."""
+    share that prefix. A shorter segment of the same key is a prefix of a longer one.
+
+    encoded  it is an image, which the model's encoder computes; the key says which one
+    """
 
     key: int
+    num_tokens: int
+    encoded: bool = False
+
+
+class PlacedMedia(NamedTuple):
+    """An image of a prompt. begin: place of its first token."""
+
+    key: int
+    begin: int
     num_tokens: int
 
 
@@ -54,6 +67,16 @@ class TraceRequest:
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.token_ids) or sum(segment.num_tokens for segment in self.segments)
+
+    @property
+    def media(self) -> tuple[PlacedMedia, ...]:
+        """The images of its prompt, in order."""
+        ends = accumulate(segment.num_tokens for segment in self.segments)
+        return tuple(
+            PlacedMedia(segment.key, end - segment.num_tokens, segment.num_tokens)
+            for segment, end in zip(self.segments, ends, strict=True)
+            if segment.encoded
+        )
 
     def prompt(self, *, vocab_size: int, first_id: int = 10) -> array[int]:
         """The prompt's token ids, in ``[first_id, vocab_size)`` when made from segments; the same

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from cosched.core.batch import BatchShape, Prefill
+from cosched.engine.port.encoder import encoded_of
 from cosched.engine.port.memory import num_allocated, num_committed
 from cosched.engine.port.scheduler import drafts_per_decode, runs_on_cpu
 
@@ -60,7 +61,12 @@ def shape_of(batch: Any) -> BatchShape:
     number, cached = num_prefills(batch), batch.prefix_lens
     prefills = list(map(Prefill, batch.extend_lens[:number], cached[:number]))
     decodes = [length + 1 for length in cached[number:]]
-    return BatchShape(prefills=prefills, decodes=decodes, num_loaded=num_loaded(batch))
+    return BatchShape(
+        prefills=prefills,
+        decodes=decodes,
+        num_loaded=num_loaded(batch),
+        encoded=encoded_of(batch, number),
+    )
 
 
 def runs_model(batch: Any) -> bool:

@@ -16,6 +16,7 @@ from sglang.srt.managers.scheduler import _make_abort_req
 from sglang.srt.runtime_context import get_disagg
 
 from cosched.core.request import Traits
+from cosched.engine.port.encoder import media_of
 from cosched.limits.patterns import matches
 
 
@@ -93,6 +94,7 @@ def traits_of(req: Any) -> Traits:
         can_mix=beams is None and not req.return_logprob and not has_embeds,
         num_rows=1 if beams is None else int(beams.beam_width),
         adapter=req.lora_id,
+        media=media_of(req),
     )
 
 

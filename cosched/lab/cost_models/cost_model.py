@@ -46,6 +46,10 @@ ONCE_OVERHEAD = 2.4
 measured on an H200, median of the same shapes."""
 
 
+_ENCODER_SHARE = 0.72
+"""Of the peaks, as of the GEMMs of `roofline.Efficiency`."""
+
+
 class CostModel(Protocol):
     """Time of one iteration of the simulated GPU. Policies do not see it; they have a `Predictor`
     that learns from measured iterations.
@@ -100,6 +104,18 @@ class GpuModel:
         self.overhead = overhead
         self.prefix_reads = prefix_reads
         self.mixed_decode_factor = mixed_decode_factor
+
+    def encoder_s(self, batch: BatchShape) -> float:
+        """Time of the encoder [s]: 2 FLOPs per parameter and patch at `_ENCODER_SHARE` of the peak,
+        or reading the weights. Its attention, which is mostly in windows, is left out."""
+        encoder, num_tokens = self.model.encoder, sum(batch.encoded)
+        if encoder is None or not num_tokens:
+            return 0.0
+        flops = 2 * encoder.num_params * encoder.patches * num_tokens
+        reading = encoder.num_params * self.model.dtype_bytes
+        gpu = self.gpu
+        most_s = max(flops / gpu.flops_per_s, reading / gpu.bandwidth_bytes_per_s)
+        return most_s / _ENCODER_SHARE / self.tp
 
     def describe(self) -> dict[str, object]:
         return {

@@ -197,7 +197,7 @@ class KernelTableModel(GpuModel):
         else:
             total = _lookup(self._decode_s, len(decodes))
         overhead = self.overhead.fixed_s + self.overhead.per_sequence_s * num_sequences
-        return total + attention * self.model.num_layers + overhead
+        return total + attention * self.model.num_layers + self.encoder_s(batch) + overhead
 
     def _decode_attention(self, batch: BatchShape) -> float:
         """Of one layer on the GPU of the tables [s]."""

@@ -116,6 +116,7 @@ class RooflineModel(GpuModel):
         head = max(compute * sequences, memory + memory_per_token * sequences)
         overhead = self.overhead.fixed_s + self.overhead.per_sequence_s * sequences
         total = layer * self.model.num_layers + self._gemms_s(tokens)
+        total += self.encoder_s(batch)
         return total + head + e.sampler_floor_s + overhead
 
     def _gemms_s(self, tokens: int) -> float:

@@ -76,6 +76,14 @@ class LatentAttention:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Encoder:
+    """A vision transformer before the model. patches: that make a token of the model."""
+
+    num_params: float
+    patches: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """A decoder-only transformer, with the values of its config.json.
 
@@ -87,6 +95,7 @@ class ModelSpec:
     experts          None: every layer has the MLP
     latent           None: keys and values of `num_kv_heads` heads are cached
     window_tokens    size of the sliding windows of `window_layers` layers [tokens]
+    encoder          of images; None: there is none
     """
 
     name: str
@@ -105,6 +114,7 @@ class ModelSpec:
     latent: LatentAttention | None = None
     window_tokens: int = 0
     window_layers: int = 0
+    encoder: Encoder | None = None
 
     def check_tp(self, tp: int) -> None:
         """ConfigError when the model cannot be split over `tp` GPUs."""
@@ -187,7 +197,10 @@ class ModelSpec:
             kind.num_layers * (num_bytes(kind.gemms) + number * num_bytes(kind.experts))
             for kind in self.layers(tp)
         )
-        return int(layers + num_bytes((self.lm_head(tp),)) * (2 - self.tied_embeddings))
+        encoder = 0.0
+        if self.encoder is not None:
+            encoder = self.encoder.num_params * self.dtype_bytes / tp
+        return int(layers + encoder + num_bytes((self.lm_head(tp),)) * (2 - self.tied_embeddings))
 
     def kv_bytes_per_token(self, tp: int = 1) -> int:
         """KV cache of one token on each GPU, in all layers."""
@@ -292,6 +305,10 @@ MODELS: Mapping[str, ModelSpec] = {
         _model("OPT-175B", 96, 12288, 49152, 96, 96, 50272),
         _model("Qwen-14B", 40, 5120, 13696, 40, 40, 152064),
         _model("Qwen2.5-7B", 28, 3584, 18944, 28, 4, 152064),
+        replace(
+            _model("Qwen2.5-VL-7B", 28, 3584, 18944, 28, 4, 152064),
+            encoder=Encoder(num_params=675e6, patches=4),
+        ),
         _model("Qwen2.5-14B", 48, 5120, 13824, 40, 8, 152064),
         _model("Mistral-7B", 32, 4096, 14336, 32, 8, 32768),
         _model("Yi-34B", 60, 7168, 20480, 56, 8, 64000),

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from cosched.core.request import RequestClass, Slo
 from cosched.lab.metrics.records import RequestRecord
+from cosched_traces.workload import PlacedMedia
 
 VOCAB_SIZE = 32_000
 """Of the simulated models: token ids of prompts that are made from segments stay below it."""
@@ -21,6 +22,7 @@ class Arrival:
     num_output_tokens  length of the reply; the scheduler sees only `max_new_tokens`
     priority           of an online request
     num_behind         requests of its job that come after it, where the client says so
+    media              images of the prompt
     output_ids         tokens of a simulated reply that a later prompt contains; empty: any. The
                        last token is always the end of the reply
     """
@@ -36,6 +38,7 @@ class Arrival:
     slo: Slo = field(default_factory=Slo)
     priority: int = 0
     num_behind: int = 0
+    media: Sequence[PlacedMedia] = ()
 
 
 class Source(Protocol):

@@ -44,6 +44,7 @@ def _arrival_of(request: TraceRequest, input_ids: array[int]) -> Arrival:
         tenant=request.tenant,
         slo=request.slo,
         priority=request.priority,
+        media=request.media,
     )
 
 

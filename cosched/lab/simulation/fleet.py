@@ -16,6 +16,7 @@ import signal
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from statistics import fmean
 
 import msgspec
@@ -145,7 +146,7 @@ def _in_forks(
             pid = os.fork()
             if pid == 0:
                 os.close(listens)
-                _tell(tells, lambda index=index: make(index))
+                _tell(tells, partial(make, index))
             os.close(tells)
             children[listens] = index, pid
         for index, data in _read(dict(children), look):

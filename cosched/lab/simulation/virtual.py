@@ -382,6 +382,7 @@ class VirtualEngine:
             ignore_eos=False,
             stream=False,
             created_s=arrival.arrival_s,
+            media=arrival.media,
         )
 
     def _on_stop(self, rid: str) -> None:
@@ -399,6 +400,8 @@ class VirtualEngine:
         start_s = max(self.clock.now_s(), self.clock.device_done_s)
         if port.runs_model(batch):  # else other ranks compute
             shape = port.shape_of(batch)
+            if shape.encoded:
+                self.local.keep_encodings(batch)
             start_s, returned_s = self._launches.launch(
                 shape, now_s=self.clock.now_s(), device_done_s=self.clock.device_done_s
             )

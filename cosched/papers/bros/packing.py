@@ -44,7 +44,7 @@ class Within:
 
     def begin_offline(self) -> None: ...
 
-    def online_tokens(self, num_cached: int, limit: int) -> int:
+    def online_tokens(self, num_cached: int, limit: int, *, encoded: int = 0) -> int:
         totals = self._ledger.totals
         most = self._predictor.max_prefill(totals, num_cached, self._limit_s, limit)
         if 0 < most < limit and self._beside:
@@ -53,7 +53,9 @@ class Within:
             most = self._predictor.max_prefill(totals, num_cached, self._limit_s, limit) or most
         return most
 
-    def offline_tokens(self, num_cached: int, limit: int, *, is_last: bool = False) -> int:
+    def offline_tokens(
+        self, num_cached: int, limit: int, *, encoded: int = 0, is_last: bool = False
+    ) -> int:
         return self._predictor.max_prefill(self._ledger.totals, num_cached, self._limit_s, limit)
 
     def has_offline_time(self) -> bool:
