@@ -69,3 +69,20 @@ def test_every_folder_of_code_has_a_line_in_the_architecture():
         for path in (ROOT / root).rglob("*.py")
     }
     assert folders - {"cosched"} <= set(rows)
+
+
+def test_the_parts_of_the_papers_are_where_their_page_says():
+    rows = [
+        line for line in (DOCS / "results" / "papers.md").read_text().splitlines() if "`" in line
+    ]
+    num_names = 0
+    for row in rows:
+        path = None
+        for word in re.findall(r"`([^`]+)`", row):
+            if word.endswith(".py"):
+                path = ROOT / word
+                assert path.is_file(), word
+            elif path is not None and re.fullmatch(r"[A-Z]\w+", word):
+                assert f"class {word}" in path.read_text(), f"{word} in {path}"
+                num_names += 1
+    assert num_names > 5

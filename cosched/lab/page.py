@@ -305,7 +305,7 @@ class Page:
         grid: list[list[Panel]] = []
         for name, scenario in suite.grid.items():
             rows = list(self._of(suite, name))
-            if scenario.varied is None or not rows:
+            if scenario.varied is None or scenario.cheap or not rows:
                 continue
             panels = []
             for column in suite.drawn or suite.columns:

@@ -6,6 +6,7 @@ import importlib.util
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,9 @@ def label_rate(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
+_LEGEND_PER_PANEL = 1.7
+"""Names beside each other in a legend, for each panel that is as wide."""
+
 Points = Sequence[tuple[float, float | None]]
 """(x, y); a y of None is not drawn."""
 
@@ -201,19 +205,22 @@ class Panel:
 
 
 def plot_panels(rows: Sequence[Sequence[Panel]], path: Path) -> Path:
-    """A grid of panels; all rows are equally long."""
+    """A grid of panels; rows are equally long, and the title of the first one stands over each."""
     figure = new_figure(width=4.4 * len(rows[0]) + 0.6, height=3.2 * len(rows) + 0.3)
     grid = figure.subplots(len(rows), len(rows[0]), squeeze=False)
     names = list(dict.fromkeys(name for row in rows for panel in row for name in panel.lines))
-    for panel, axes in zip((p for row in rows for p in row), grid.flat, strict=True):
-        tidy(axes, title=panel.title, x=panel.x, y=panel.y)
+    shown: dict[str, Any] = {}
+    for place, (panel, axes) in enumerate(zip(chain(*rows), grid.flat, strict=True)):
+        title = panel.title if place % len(rows[0]) == 0 else " "
+        tidy(axes, title=title, x=panel.x, y=panel.y)
         for name, points in panel.lines.items():
             drawn = [(x, y) for x, y in points if y is not None]
             if drawn:
                 x, y = zip(*drawn, strict=True)
-                axes.plot(x, y, ms=4, lw=1.6, label=name, **style(names.index(name)))
+                (shown[name],) = axes.plot(x, y, ms=4, lw=1.6, **style(names.index(name)))
         top = axes.dataLim.ymax  # infinite where nothing is drawn
         axes.set_ylim(0, 1.08 * top if 0 < top < math.inf else 1)
         by_thousands(axes.yaxis)
-    legend_above(grid.flat[0], bbox_to_anchor=(0.0, 1.12), loc="lower left")
+    columns = max(round(_LEGEND_PER_PANEL * len(rows[0])), 1)
+    figure.legend(shown.values(), shown, ncols=columns, loc="outside upper left", frameon=False)
     return save(figure, path)
