@@ -57,7 +57,7 @@ def stay_in_process(monkeypatch):
     def in_processes(specs, *, num_jobs):
         for index, spec in enumerate(specs):
             ran.append(spec)
-            yield index, parallel.execute(spec)
+            yield index, parallel.execute_replicas(spec)
 
     monkeypatch.setattr(parallel, "in_processes", in_processes)
     monkeypatch.setenv(ENV_VAR, "")  # a run sets it

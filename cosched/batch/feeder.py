@@ -383,8 +383,8 @@ class Feeder:
         if here.num_servers > 1:
             surplus = await self._run("step", self._places.surplus, found, here)
             for name, numbers in (await self._in_flight.cancel_last(surplus)).items():
-                give_back = partial(self._store.give_back, name, server=self._name)
-                await self._run("step", give_back, numbers)
+                release = partial(self._store.release, server=self._name, numbers=numbers)
+                await self._run("step", release, name)
 
     def _is_late(self, batch: Batch) -> bool:
         forecast = self._forecasts.get(batch.id)

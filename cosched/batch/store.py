@@ -297,18 +297,12 @@ class BatchStore:
             found = Leases(connection, seqs, server=server)
             return found.take(claim, max_bytes=max_bytes, may_steal=self._database.is_shared)
 
-    def release(self, name: str, *, server: str) -> None:
-        """No line of the batch is in flight at this server any more."""
+    def release(self, name: str, *, server: str, numbers: Sequence[int] | None = None) -> None:
+        """These lines of the batch, or all, are not in flight at this server any more."""
+        which = sa.true() if numbers is None else lines.c.number.in_(numbers)
         with self._database.write() as connection:
             row = _row(connection, name, is_locked=True)
-            release(connection, row.seq, lines.c.lease_owner == server)
-
-    def give_back(self, name: str, numbers: Sequence[int], *, server: str) -> None:
-        """These lines are not in flight at this server any more: others may take them."""
-        with self._database.write() as connection:
-            row = _row(connection, name, is_locked=True)
-            mine = sa.and_(lines.c.lease_owner == server, lines.c.number.in_(numbers))
-            release(connection, row.seq, mine)
+            release(connection, row.seq, sa.and_(lines.c.lease_owner == server, which))
 
     def finish(self, finished: Sequence[Finished]) -> int:
         """Keep the results of lines; how many. A line that has a result keeps it, and results of

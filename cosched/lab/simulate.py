@@ -38,8 +38,9 @@ from cosched.lab.metrics.plots import Run, write_run_plots
 from cosched.lab.metrics.records import write_records, write_rows
 from cosched.lab.metrics.stats import Window
 from cosched.lab.metrics.table import print_table
+from cosched.lab.simulation.fleet import execute_replicas
 from cosched.lab.simulation.options import PolicyName, RunOptions, run_spec_of
-from cosched.lab.simulation.run import RunResult, execute
+from cosched.lab.simulation.run import RunResult
 from cosched.lab.simulation.run_spec import RunSpec
 from cosched.lab.simulation.search import CAPACITIES, search
 from cosched.lab.simulation.setting import Setting, with_eviction
@@ -149,7 +150,7 @@ class Simulate(JsonOption):
     def _execute(self, spec: RunSpec) -> RunResult:
         with virtual_time_bar(quiet=self.quiet) as bar:
             task = bar.add_task(spec.setting.name, total=spec.duration_s)
-            return execute(
+            return execute_replicas(
                 spec,
                 on_progress=lambda now_s: bar.update(task, completed=now_s),
                 decision_log=self.decision_log,

@@ -61,7 +61,7 @@ class Server:
         if not claims and num_servers > 1:
             for _ in range(self.claims.surplus(found, here)):
                 name, number = self.at_server.pop()
-                store.give_back(name, [number], server=self.name)
+                store.release(name, server=self.name, numbers=[number])
                 self.num_given += 1
         for claim in claims:
             lines = store.take(claim, max_bytes=10**9, server=self.name)

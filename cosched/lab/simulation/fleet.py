@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from statistics import fmean
 
 import msgspec
@@ -26,16 +27,37 @@ from cosched.batch.config import BatchesConfig
 from cosched.batch.database import Database
 from cosched.errors import ConfigError, CoschedError
 from cosched.lab.metrics.records import ColumnLog, IterationLog, RequestRecord
-from cosched.lab.simulation.feeder_client import jobs_of
+from cosched.lab.simulation.feeder_client import Job, jobs_of
 from cosched.lab.simulation.fleet_spec import FleetSpec, Life, dispatched
-from cosched.lab.simulation.run import RunResult, execute_requests, summarize_run, work_of
+from cosched.lab.simulation.requests import load_requests
+from cosched.lab.simulation.run import (
+    RunResult,
+    execute,
+    execute_requests,
+    summarize_run,
+    work_of,
+)
 from cosched.lab.simulation.run_spec import RunSpec, offline_client_of
 from cosched.lab.simulation.setting import OfflineClient
-from cosched.lab.simulation.shared_feeder import FleetTime, SharedFeeder, submitted
+from cosched.lab.simulation.shared_feeder import FleetTime, SharedFeeder, first_rid, submitted
 from cosched_traces.workload import TraceRequest
 
 _LOOK_S = 0.5
 _READ_BYTES = 1 << 20
+
+
+def execute_replicas(
+    spec: RunSpec,
+    *,
+    on_progress: Callable[[float], None] | None = None,
+    decision_log: Path | None = None,
+) -> RunResult:
+    """The result of all replicas of a specification, of which most have one: as `execute`."""
+    if spec.fleet.replicas == 1 and not spec.fleet.absent:
+        return execute(spec, on_progress=on_progress, decision_log=decision_log)
+    if decision_log is not None:
+        raise ConfigError("--decision-log is for one replica")
+    return execute_fleet(spec, *load_requests(spec), on_progress=on_progress)
 
 
 def execute_fleet(
@@ -43,9 +65,11 @@ def execute_fleet(
     online: Sequence[TraceRequest],
     offline: Sequence[TraceRequest],
     *,
+    jobs: Sequence[Job] | None = None,
     on_progress: Callable[[float], None] | None = None,
 ) -> RunResult:
-    """The result of all replicas. ConfigError where the specification has what a fleet has not."""
+    """The same with these requests. jobs: of the offline ones, in place of the specification's.
+    ConfigError where the specification has what a fleet has not."""
     lives = [life for life in spec.fleet.lives() if life.start_s < spec.end_s]
     _check(spec, online, offline)
     chats = dispatched(online, lives)
@@ -54,7 +78,8 @@ def execute_fleet(
     with tempfile.TemporaryDirectory(prefix="cosched-fleet-") as folder:
         url = f"sqlite:///{folder}/batches.sqlite"
         Database(url).close()  # makes its tables
-        jobs = jobs_of(offline, num_batches=spec.offline.num_batches if spec.offline else 1)
+        if jobs is None:
+            jobs = jobs_of(offline, num_batches=spec.offline.num_batches if spec.offline else 1)
         first = [life.name for life in lives if life.start_s == 0]
         batches = submitted(url, jobs, servers=first, lease_s=config.lease_s)
 
@@ -105,9 +130,10 @@ def _merged(
     records: dict[str, RequestRecord] = {}
     for result in results:
         for record in result.records:
-            known = records.get(record.rid)
+            rid = first_rid(record.rid)
+            known = records.get(rid)
             if known is None or _end_of(record) < _end_of(known):
-                records[record.rid] = record
+                records[rid] = replace(record, rid=rid)
     iterations = IterationLog()
     columns = [np.concatenate([r.iterations.column(n) for r in results]) for n in iterations.names]
     iterations.extend(columns)

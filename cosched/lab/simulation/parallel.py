@@ -13,8 +13,9 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from cosched.errors import CoschedError
+from cosched.lab.simulation.fleet import execute_replicas
 from cosched.lab.simulation.result_store import ResultStore
-from cosched.lab.simulation.run import RunResult, execute
+from cosched.lab.simulation.run import RunResult
 from cosched.lab.simulation.run_spec import RunSpec
 
 _PRELOADED = ["cosched.lab.simulation.prepared", "cosched.lab.simulation.virtual"]
@@ -76,7 +77,7 @@ def _start(spec: RunSpec) -> tuple[Connection, Any]:
 
 def _run(connection: Connection, spec: RunSpec) -> None:
     try:
-        connection.send(execute(spec))
+        connection.send(execute_replicas(spec))
     except Exception as error:
         connection.send(error)
 

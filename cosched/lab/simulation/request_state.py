@@ -8,9 +8,39 @@ from typing import Any
 
 from cosched.engine import port
 from cosched.engine.tracked import TrackedRequest
+from cosched.errors import ConfigError
 from cosched.lab.metrics.records import RequestRecord
 from cosched.lab.simulation.arrivals import Arrival
 from cosched.memory.reuse import BLOCK, block_hashes
+from cosched.wire import (
+    BEHIND_KEY,
+    HINT_KEY,
+    NAME_KEY,
+    PARAMS_KEY,
+    SERVER_KEY,
+    params_of_slo,
+)
+
+
+def too_many_open(num: int, num_tokens: int, most_tokens: int, *, now_s: float) -> ConfigError:
+    """Unanswered requests have more prompt tokens than fit in memory."""
+    return ConfigError(
+        f"{num:,} requests with {num_tokens:,} prompt tokens are unanswered after {now_s:.3g} s of "
+        f"virtual time, and this machine's memory holds {most_tokens:,} tokens: lower the rate, "
+        "the number of offline requests or the duration"
+    )
+
+
+def custom_params(arrival: Arrival, *, tells_length: bool) -> dict[str, Any] | None:
+    """What a server's front end adds to a request."""
+    params: dict[str, float] = dict(params_of_slo(arrival.slo))
+    if tells_length:
+        params[HINT_KEY] = arrival.num_output_tokens
+    custom: dict[str, Any] = {PARAMS_KEY: params} if params else {}
+    told = {NAME_KEY: arrival.tenant, BEHIND_KEY: arrival.num_behind}
+    if any(told.values()):
+        custom[SERVER_KEY] = told
+    return custom or None
 
 
 class RequestState:

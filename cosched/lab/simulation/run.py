@@ -96,18 +96,13 @@ def execute(
     on_progress: Callable[[float], None] | None = None,
     decision_log: Path | None = None,
 ) -> RunResult:
-    """Run it in this process. SGLang keeps process-wide state: one run at a time per process.
+    """Run it in this process, with one replica (several: `cosched.lab.simulation.fleet`). SGLang
+    keeps process-wide state: one run at a time per process.
 
     `on_progress` gets the virtual time now and then [s]; `decision_log` is a file to write every
     decision to. ConfigError when the setting leaves its decisions to SGLang.
     """
     online, offline = load_requests(spec)
-    if spec.fleet.replicas > 1:
-        from cosched.lab.simulation.fleet import execute_fleet
-
-        if decision_log is not None:
-            raise ConfigError("--decision-log is for one replica")
-        return execute_fleet(spec, online, offline, on_progress=on_progress)
     return execute_requests(
         spec, online, offline, on_progress=on_progress, decision_log=decision_log
     )

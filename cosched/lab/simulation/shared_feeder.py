@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
+from dataclasses import replace
 from typing import Any
 
 import sqlalchemy as sa
@@ -22,6 +24,7 @@ from cosched.lab.simulation.fleet_spec import Life
 _STEP_S = 1.0
 """A feeder looks at the store at least so often, which is its heartbeat."""
 _ASK_S = 0.0005
+_AGAIN = "#again"
 _SUBMITTER, _SUBMITS_S = "submitter", 1.0
 
 
@@ -56,6 +59,11 @@ class FleetTime:
         while self.least_s() < now_s:
             time.sleep(_ASK_S)
         return self._lock
+
+
+def first_rid(rid: str) -> str:
+    """The name of a request when it was sent first."""
+    return rid.partition(_AGAIN)[0]
 
 
 def submitted(
@@ -99,6 +107,8 @@ class SharedFeeder(FeederClient):
         self._times = times
         self._look_s = life.start_s
         self._found_more = self._is_member = False
+        self._given: Counter[str] = Counter()
+        """Requests that were given back, as often."""
         self.is_done = False
 
     def due(self, now_s: float) -> Iterator[Arrival]:
@@ -119,7 +129,7 @@ class SharedFeeder(FeederClient):
             self.is_done = not found
             num_taken = sum(self._store.num_taken().values())
             self._num_waiting = sum(batch.num_left for batch in found) - num_taken
-            sent = list(self._refill()) if is_free and found else []
+            sent = list(map(self._named, self._refill())) if is_free and found else []
             if not sent and self._num_servers > 1:
                 self._give_back(self._claims.surplus(found, self._here()))
         self._look_s = now_s + _STEP_S
@@ -143,12 +153,21 @@ class SharedFeeder(FeederClient):
             self._store.join(self._server, lease_s=lease_s)
             self._num_servers = self._store.beat(self._server, lease_s=lease_s)
 
+    def _named(self, arrival: Arrival) -> Arrival:
+        """With a name of its own if it was sent before: that request may still end."""
+        if not (times := self._given[arrival.rid]):
+            return arrival
+        again = replace(arrival, rid=f"{arrival.rid}{_AGAIN}{times}")
+        self._in_flight[again.rid] = self._in_flight.pop(arrival.rid)
+        return again
+
     def _give_back(self, num: int) -> None:
         """The lines that were sent last."""
         for rid in list(self._in_flight)[len(self._in_flight) - num :]:
             name, number = self._in_flight.pop(rid)
             self.abort(rid)
-            self._store.give_back(name, [number], server=self._server)
+            self._given[first_rid(rid)] += 1
+            self._store.release(name, server=self._server, numbers=[number])
 
     def _leave(self) -> None:
         if self._is_member:

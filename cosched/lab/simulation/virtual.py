@@ -29,7 +29,6 @@ from cosched.engine.attach import use_virtual_device
 from cosched.engine.port.prefixes import RunningPrefixes, with_repeated
 from cosched.engine.port.read_once import assuming_one_reading
 from cosched.engine.read_state import chat_state
-from cosched.errors import ConfigError
 from cosched.lab.cost_models.cost_model import PrefixReads
 from cosched.lab.cost_models.overheads import Launches
 from cosched.lab.local_engine import LocalEngine, lengths_of, made_up, made_up_drafts
@@ -40,21 +39,18 @@ from cosched.lab.simulation.drafts import NO_DRAFTS, Acceptance, verified_s
 from cosched.lab.simulation.host_time import HostTime, Load, NoHostTime
 from cosched.lab.simulation.logs import KV_COLUMNS, KV_PERIOD_S, iteration_row, kv_row
 from cosched.lab.simulation.ranks import ALONE, Ranks
-from cosched.lab.simulation.request_state import ComputedPrefixes, RequestState
+from cosched.lab.simulation.request_state import (
+    ComputedPrefixes,
+    RequestState,
+    custom_params,
+    too_many_open,
+)
 from cosched.lab.simulation.tiny_model import EOS_ID, draft_model_flags, write_model_config
 from cosched.lab.simulation.virtual_host import HostLink, VirtualTransfers
 from cosched.lab.simulation.windows import seen_through
 from cosched.predict.fitted import GraphSizes
 from cosched.predict.profile_file import EngineIdentity
-from cosched.wire import (
-    BEHIND_KEY,
-    HINT_KEY,
-    NAME_KEY,
-    OFFLINE_PRIORITY,
-    PARAMS_KEY,
-    SERVER_KEY,
-    params_of_slo,
-)
+from cosched.wire import OFFLINE_PRIORITY
 
 _BYTES_PER_PROMPT_TOKEN = 30
 """Host memory of an unfinished request, here and in SGLang's queues."""
@@ -359,26 +355,19 @@ class VirtualEngine:
         self._following[arrival.rid] = RequestState(arrival)
         self._num_prompt_tokens += len(arrival.input_ids)
         if self._num_prompt_tokens > self._max_prompt_tokens:
-            raise ConfigError(
-                f"{len(self._following):,} requests with {self._num_prompt_tokens:,} prompt tokens "
-                f"are unanswered after {self.clock.now_s():.3g} s of virtual time, and this "
-                f"machine's memory holds {self._max_prompt_tokens:,} tokens: lower the rate, the "
-                "number of offline requests or the duration"
+            raise too_many_open(
+                len(self._following),
+                self._num_prompt_tokens,
+                self._max_prompt_tokens,
+                now_s=self.clock.now_s(),
             )
         offline = arrival.request_class is RequestClass.OFFLINE
-        params: dict[str, float] = dict(params_of_slo(arrival.slo))
-        if self._tells_lengths:
-            params[HINT_KEY] = arrival.num_output_tokens
-        custom: dict[str, Any] = {PARAMS_KEY: params} if params else {}
-        told = {NAME_KEY: arrival.tenant, BEHIND_KEY: arrival.num_behind}
-        if any(told.values()):
-            custom[SERVER_KEY] = told
         self.local.submit(
             arrival.rid,
             arrival.input_ids,
             max_new_tokens=arrival.max_new_tokens,
             priority=OFFLINE_PRIORITY if offline else arrival.priority,
-            custom_params=custom or None,
+            custom_params=custom_params(arrival, tells_length=self._tells_lengths),
             ignore_eos=False,
             stream=False,
             created_s=arrival.arrival_s,
