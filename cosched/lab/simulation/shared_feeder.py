@@ -24,7 +24,7 @@ from cosched.lab.simulation.fleet_spec import Life
 _STEP_S = 1.0
 """A feeder looks at the store at least so often, which is its heartbeat."""
 _ASK_S = 0.0005
-_AGAIN = "#again"
+_SENT = "#"
 _SUBMITTER, _SUBMITS_S = "submitter", 1.0
 
 
@@ -63,7 +63,7 @@ class FleetTime:
 
 def first_rid(rid: str) -> str:
     """The name of a request when it was sent first."""
-    return rid.partition(_AGAIN)[0]
+    return rid.partition(_SENT)[0]
 
 
 def submitted(
@@ -154,12 +154,11 @@ class SharedFeeder(FeederClient):
             self._num_servers = self._store.beat(self._server, lease_s=lease_s)
 
     def _named(self, arrival: Arrival) -> Arrival:
-        """With a name of its own if it was sent before: that request may still end."""
-        if not (times := self._given[arrival.rid]):
-            return arrival
-        again = replace(arrival, rid=f"{arrival.rid}{_AGAIN}{times}")
-        self._in_flight[again.rid] = self._in_flight.pop(arrival.rid)
-        return again
+        """With a name of its own: an earlier request for the same line may still end, and SGLang
+        aborts all whose names begin like the one that it is told."""
+        named = replace(arrival, rid=f"{arrival.rid}{_SENT}{self._given[arrival.rid]}{_SENT}")
+        self._in_flight[named.rid] = self._in_flight.pop(arrival.rid)
+        return named
 
     def _give_back(self, num: int) -> None:
         """The lines that were sent last."""
