@@ -46,6 +46,7 @@ def make_req(rid, priority, length=10):
         beam_group=None,
         session=None,
         input_embeds=None,
+        multimodal_inputs=None,
         return_logprob=False,
         lora_id=None,
         skip_radix_cache_insert=False,

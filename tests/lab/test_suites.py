@@ -396,6 +396,7 @@ def test_columns_are_drawn_against_the_varied_option(small, tmp_path):
         Key("few", value, "sarathi"): {"job done s": f"{value}.5", "both met %": ""}
         for value in ("10", "20")
     }
+    small.write_text(SMALL.replace("cheap = true\n", ""))
     Page(rows).plot(read_suite(str(small)), tmp_path / "sweep.png")
     assert is_png(tmp_path / "sweep.png")
     with pytest.raises(ConfigError, match="no scenario of this suite varies an option"):

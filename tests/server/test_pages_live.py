@@ -49,6 +49,7 @@ EXCEPTED = {
     "cosched serve --model-path MODEL --enable-metrics --admin-api-key SECRET": (
         "these are flags of the server; test_entry_points_live.py runs the command"
     ),
+    "cosched serve --model-path MODEL --enable-trace": "tests/server/test_tracing_live.py runs it",
     """COSCHED_CONFIG='{"policy": "cosched"}' sglang serve --model-path MODEL""": (
         "test_entry_points_live.py runs it"
     ),

@@ -231,7 +231,9 @@ def test_a_failing_request_is_refused_and_a_leak_drains_the_server(two_ranks):
     tokens, [reply] = send_all("beside", (f"{FAILS}1", 3))
     assert tokens == expected
     assert reply.status_code == 400 and "ZeroDivisionError" in reply.text
-    assert two_ranks.states()[0]["failures"] == {"batch": 1}
+    failures = two_ranks.states()[0]["failures"]
+    failures.pop("slow_plan", None)  # on a busy machine
+    assert failures == {"batch": 1}
     assert send("after", 0).status_code == 200
     send(f"{LEAKS}1", 1)
     assert two_ranks.process.wait(120) == EXIT_CODE, two_ranks.log()[-4000:]
