@@ -1,4 +1,4 @@
-"""The KV manager: online reservation, failures, lookups."""
+"""The KV manager: Echo's reservation, failures, lookups."""
 
 from __future__ import annotations
 
@@ -10,36 +10,13 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 import cosched.bootstrap  # noqa: F401  # before SGLang
 from cosched.core.plan import Plan
 from cosched.engine.features import kv_manager as kv
-from cosched.engine.features.kv_manager import KvManager
 from cosched.engine.tracked import num_cached
-from cosched.memory.config import KvConfig
-from cosched.memory.demand import DemandReservation
 from tests.engine.conftest import OFFLINE, prompt, view_now, watch_plans
 from tests.engine.test_offline_gate import send_limits
 
 
-@pytest.mark.parametrize(
-    ("now", "reserve", "kept"),
-    [
-        (20_000, 50_000, 50_000),
-        (20_000, 100_000, 80_000),  # a quarter of what is left is for offline requests
-        (96_000, 120_000, 99_000),  # where online requests fill the memory that is little
-        (110_000, 120_000, 100_000),  # contexts that may come back: never more than the memory
-    ],
-)
-def test_growth_of_the_demand_is_reserved_up_to_a_share_of_the_rest(
-    monkeypatch, now, reserve, kept
-):
-    monkeypatch.setattr(kv.port, "kv_total", lambda scheduler: 100_000)
-    manager = object.__new__(KvManager)
-    manager.config = KvConfig()
-    manager._scheduler = None
-    manager.reservation = DemandReservation(SimpleNamespace(now=now, threshold=reserve))
-    assert manager.online_reservation == kept
-
-
 def test_the_reservation_of_echo_is_mean_and_deviations_of_what_online_requests_hold(make_engine):
-    config = {"kv": {"reservation": "echo", "window_s": 3600}}
+    config = {"kv": {"reservation": "echo"}}
     manager = make_engine(policy="hygen", config=config).scheduler.cosched.kv
     for second, num_tokens in enumerate((0, 300, 0)):
         manager.reservation.sample(num_tokens, float(second))
@@ -48,19 +25,8 @@ def test_the_reservation_of_echo_is_mean_and_deviations_of_what_online_requests_
     assert manager.online_reservation == kv.port.kv_total(manager._scheduler)
 
 
-@pytest.mark.parametrize(("token_s", "is_reserved"), [(1e-6, False), (0.1, True)])
-def test_memory_is_reserved_for_contexts_whose_loss_makes_a_request_late(
-    make_engine, monkeypatch, token_s, is_reserved
-):
-    """More contexts may be expected back than fit. Offline requests would wait for ever for memory
-    of contexts that are soon computed again."""
-    engine = make_engine(policy="hygen")
-    manager = engine.scheduler.cosched.kv
-    monkeypatch.setattr(manager.leaves.value.costs, "seconds", lambda a, b: (b - a) * token_s)
-    for i in range(4):
-        engine.submit(f"r{i}", prompt(i, 150), max_new_tokens=2)
-    engine.run_until_idle()
-    assert (manager.reuse.expected_tokens() > 100) == is_reserved
+def test_nothing_is_reserved_by_default(make_engine):
+    assert make_engine(policy="cosched").scheduler.cosched.kv.online_reservation == 0
 
 
 def test_if_the_eviction_list_fails_sglangs_order_is_used(make_engine):

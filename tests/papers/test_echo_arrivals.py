@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cosched.memory.demand import OnlineDemand
 from cosched.papers.echo.arrival_rate import BIN_S, ArrivalRate, ArrivalReservation
 
 
@@ -34,7 +33,7 @@ def test_a_bin_that_is_not_over_does_not_count():
 
 
 def reservation_of(counts, *, held):
-    kept = ArrivalReservation(OnlineDemand(window_s=1e6))
+    kept = ArrivalReservation(window_s=1e6)
     for place, count in enumerate(counts):
         for _ in range(count):
             kept.arrived(place * BIN_S)

@@ -32,10 +32,10 @@ from cosched.engine.tracked import TrackedRequest
 from cosched.engine.tree_core import KvTreeCore, can_watch
 from cosched.engine.waiting import WaitingQueue
 from cosched.memory.config import KvConfig
-from cosched.memory.demand import OnlineDemand
 from cosched.memory.eviction import CopyOrder, Eviction, LeastRecentlyUsed, Leaves
 from cosched.memory.node import KvNode, Visit
 from cosched.memory.occupancy import HostOccupancy, KvOccupancy, UseCount, dealt
+from cosched.memory.reservation import Reservation
 from cosched.memory.reuse import ReuseModel, block_hashes
 from cosched.memory.value import KvValue, RecomputeCosts
 from cosched.policies import EVICTION_ORDERS, RESERVATIONS
@@ -154,7 +154,7 @@ class KvManager(Feature):
         self.plans = port.parallel().plans
         self._visitors: dict[str, _Visitor] = {}
         """Online requests under way, by rid."""
-        self.reuse = ReuseModel(half_life_s=config.half_life_s, horizon_s=config.horizon_s)
+        self.reuse = ReuseModel(half_life_s=config.half_life_s)
         self.costs = RecomputeCosts()
         value = KvValue(self.reuse, self.costs, late_weight=config.late_weight)
         value.transfer_s = transfer_s_of(scheduler, config.host_bandwidth_gb_s)
@@ -174,9 +174,10 @@ class KvManager(Feature):
             self.core.use_host(self.copies, partial(port.host_free, scheduler))
         self.core.watch(scheduler.tree_cache, self.leaves, self.readers, is_given=self._is_ranked)
         self._uses = UseCount(self.core, value)
-        self.reservation = RESERVATIONS[config.reservation](
-            OnlineDemand(window_s=config.window_s, deviations=config.deviations)
-        )
+        kind = RESERVATIONS[config.reservation]
+        self.reservation: Reservation | None = None
+        if kind is not None:
+            self.reservation = kind(window_s=config.window_s, deviations=config.deviations)
         self._gone: list[TrackedRequest] = []
         self._num_plans = 0
         self._learnt_s = -math.inf
@@ -190,7 +191,8 @@ class KvManager(Feature):
             hashes = block_hashes(request.req.origin_input_ids)
             now_s = self._waiting.clock.now_s()
             turn = self.reuse.arrived(hashes, now_s)
-            self.reservation.arrived(now_s)
+            if self.reservation is not None:
+                self.reservation.arrived(now_s)
             self._visitors[request.rid] = _Visitor(hashes, turn)
 
     def on_queued(self, request: TrackedRequest) -> None:
@@ -292,31 +294,19 @@ class KvManager(Feature):
             visitor.hashes,
             turn=visitor.turn,
             num_tokens=num_tokens,
-            num_needed=round(num_tokens * self.leaves.value.lateness(num_tokens, ttft_s)),
             now_s=now_s,
         )
         visit = Visit(kind, now_s, num_tokens, ttft_s)
         self.core.left(tracked.req.last_node, visit)
 
     def _learn(self, now_s: float, num_own: int) -> None:
+        """num_own: tokens that online requests hold outside the tree."""
         elapsed_s = now_s - self._learnt_s
         self._device_turnover.learn(self.core.evicted["all"], elapsed_s)
         self._host_turnover.learn(self.core.evicted["host"], elapsed_s)
         self._learnt_s = now_s
-        self.reservation.sample(self._online_tokens(num_own), now_s)
-
-    def _online_tokens(self, num_own: int) -> int:
-        """Held by online requests, and needed by those that are expected to continue. num_own:
-        those that they hold outside the tree."""
-        held = num_own + self.core.num_held_online
-        if not self.reservation.counts_returning:
-            return held
-        expected = self.reuse.expected_tokens()
-        # KV in host memory needs no place on the device until it is used again. It counts by the
-        # time of loading it, relative to the time of computing it.
-        on_host = min(expected, port.host_total(self._scheduler))
-        expected -= on_host * (1.0 - self.leaves.value.loading_share)
-        return held + round(expected)
+        if self.reservation is not None:
+            self.reservation.sample(num_own + self.core.num_held_online, now_s)
 
     @property
     def num_copied(self) -> int:
@@ -380,6 +370,6 @@ class KvManager(Feature):
     @property
     def online_reservation(self) -> int:
         """Tokens that are reserved for online requests (`KvState.kept`)."""
-        if not self.config.reserve:
+        if self.reservation is None:
             return 0
         return self.reservation.tokens(port.kv_total(self._scheduler))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import deque
 
-from cosched.memory.demand import DemandReservation, OnlineDemand
+from cosched.papers.echo.demand import OnlineDemand
 
 WINDOW_S = 900.0
 BIN_S = 10.0
@@ -58,14 +58,13 @@ class ArrivalRate:
         return (mean + self._deviations * spread) / BIN_S
 
 
-class ArrivalReservation(DemandReservation):
+class ArrivalReservation:
     """What online requests would hold at the predicted rate, and at least what they hold."""
 
-    counts_returning = False
-
-    def __init__(self, demand: OnlineDemand) -> None:
-        super().__init__(demand)
-        self._rate = ArrivalRate(deviations=demand.deviations)
+    def __init__(self, *, window_s: float = WINDOW_S, deviations: float = 2.0) -> None:
+        """window_s: over which what they hold is measured [s]"""
+        self._demand = OnlineDemand(window_s=window_s, deviations=deviations)
+        self._rate = ArrivalRate(deviations=deviations)
         self._growth = 1.0
         """Predicted over mean rate."""
 
@@ -73,10 +72,10 @@ class ArrivalReservation(DemandReservation):
         self._rate.arrived(now_s)
 
     def sample(self, num_tokens: int, now_s: float) -> None:
-        super().sample(num_tokens, now_s)
+        self._demand.sample(num_tokens, now_s)
         self._rate.advance(now_s)
         mean = self._rate.mean
         self._growth = self._rate.predicted / mean if mean else 1.0
 
     def tokens(self, total: int) -> int:
-        return min(max(self.demand.now, round(self._growth * self.demand.mean)), total)
+        return min(max(self._demand.now, round(self._growth * self._demand.mean)), total)

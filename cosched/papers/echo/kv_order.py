@@ -1,10 +1,9 @@
-"""What of the KV Echo evicts first, and what it keeps for online requests."""
+"""What of the KV Echo evicts first."""
 
 from __future__ import annotations
 
 import math
 
-from cosched.memory.demand import DemandReservation
 from cosched.memory.node import KvNode
 from cosched.memory.value import KvValue
 
@@ -22,12 +21,3 @@ class EchoOrder:
 
     def next_change_s(self, node: KvNode, now_s: float) -> float:
         return math.inf
-
-
-class EchoReservation(DemandReservation):
-    """Mean plus deviations of what online requests hold (§5.3)."""
-
-    counts_returning = False
-
-    def tokens(self, total: int) -> int:
-        return min(self.demand.threshold, total)

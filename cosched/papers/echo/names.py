@@ -37,11 +37,11 @@ ENTRIES = (
     ),
     _entry(
         name="echo-bs+e+s+m",
-        summary="Echo complete: echo-bs+e+s, and KV goes in the order that the paper gives",
-        source="Echo §4.2, §7.1 (BS+E+S+M)",
+        summary="Echo complete: echo-bs+e+s, and KV is evicted and kept as the paper says",
+        source="Echo §4.2, §5.3, §7.1 (BS+E+S+M)",
         make=EchoPolicy,
         pool=PoolConfig(num_buckets=4),
-        kv=KvConfig(eviction="echo"),
+        kv=KvConfig(eviction="echo", reservation="echo"),
         timed=True,
     ),
     _entry(

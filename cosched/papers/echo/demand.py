@@ -1,25 +1,21 @@
-"""KV kept for online requests: mean and deviation of their demand in a sliding window (Echo §5.3).
+"""KV kept for online requests: mean and deviations of their demand in a sliding window (Echo §5.3).
 
 Echo bounds what offline requests may hold by what online ones held in the last hour: mean plus two
-deviations. Here the demand also counts contexts that are about to return, whether or not they are
-still cached, and never less than the demand of now is kept: a burst is answered at once, and the
-window only decides how long it is remembered.
+deviations. It is Echo's alone: in cosched's own policies an online request takes the memory of
+offline ones at once, and a reservation costs a batch more than it wins for chat
+(docs/results/mechanisms.md).
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from typing import Protocol
-
-_MAX_RESERVED = 0.75
-"""Of the memory beyond the present demand, most that is kept for its growth."""
 
 
 class OnlineDemand:
     """Samples of a number of tokens, taken at even times."""
 
-    def __init__(self, *, window_s: float = 300.0, deviations: float = 2.0) -> None:
+    def __init__(self, *, window_s: float, deviations: float) -> None:
         self._window_s = window_s
         self.deviations = deviations
         self._samples: deque[tuple[float, int]] = deque()
@@ -55,45 +51,17 @@ class OnlineDemand:
         return self._sum / len(self._samples) if self._samples else 0.0
 
 
-class Reservation(Protocol):
-    """How much of the memory is kept.
+class EchoReservation:
+    """Mean plus deviations of what online requests hold."""
 
-    counts_returning  the demand has contexts that are expected back
-    demand            what it has been shown
-    """
-
-    counts_returning: bool
-    demand: OnlineDemand
-
-    def arrived(self, now_s: float) -> None:
-        """An online request has arrived."""
-        ...
-
-    def sample(self, num_tokens: int, now_s: float) -> None:
-        """The demand is `num_tokens` now."""
-        ...
-
-    def tokens(self, total: int) -> int:
-        """Of `total` ones."""
-        ...
-
-
-class DemandReservation:
-    """The threshold, and at least the demand of now."""
-
-    counts_returning = True
-
-    def __init__(self, demand: OnlineDemand) -> None:
-        self.demand = demand
+    def __init__(self, *, window_s: float = 3600.0, deviations: float = 2.0) -> None:
+        self._demand = OnlineDemand(window_s=window_s, deviations=deviations)
 
     def arrived(self, now_s: float) -> None:
         """It is seen in the demand."""
 
     def sample(self, num_tokens: int, now_s: float) -> None:
-        self.demand.sample(num_tokens, now_s)
+        self._demand.sample(num_tokens, now_s)
 
     def tokens(self, total: int) -> int:
-        demand = self.demand
-        now = min(demand.now, total)  # it counts contexts that may come back: more than fits
-        most = now + int(_MAX_RESERVED * (total - now))
-        return min(max(demand.now, demand.threshold), most)
+        return min(self._demand.threshold, total)

@@ -1,0 +1,26 @@
+"""What Echo keeps for online requests."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cosched.papers.echo.demand import EchoReservation
+
+
+@given(st.lists(st.integers(0, 10**6), max_size=60), st.floats(0, 3))
+def test_mean_and_deviations_of_the_window_are_kept(samples, deviations):
+    reservation = EchoReservation(window_s=20.0, deviations=deviations)
+    for second, value in enumerate(samples):
+        reservation.sample(value, float(second))
+    kept = reservation.tokens(10**9)
+    if not samples:
+        assert kept == 0
+        return
+    window = samples[-20:]
+    expected = statistics.fmean(window) + deviations * statistics.pstdev(window)
+    assert kept == pytest.approx(expected, abs=1)
+    assert reservation.tokens(5) == min(kept, 5)
