@@ -24,8 +24,8 @@ from cosched.memory.value import KvValue
 from cosched.papers.bros import names as bros
 from cosched.papers.echo import names as echo
 from cosched.papers.echo.arrival_rate import ArrivalReservation
-from cosched.papers.echo.kv_order import EchoOrder
 from cosched.papers.echo.demand import EchoReservation
+from cosched.papers.echo.kv_order import EchoOrder
 from cosched.papers.ecoserve import names as ecoserve
 from cosched.papers.hygen import names as hygen
 from cosched.pool.prefix_pool import PoolConfig

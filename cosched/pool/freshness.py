@@ -37,53 +37,34 @@ class UtilityMix:
     """Which of the next picks go to the most stale request.
 
     utility_ratio  part of the picks that follow prefix order
-    patience       admissions by which a due request may be put off in favour of those that use a
-                   prefix in use
 
     Every admission raises the debt by ``1 - utility_ratio`` picks (to the millionth); the admission
     of a request that is due lowers it by one. As many of the oldest are due as there are whole
-    picks of debt. An admission that puts a due request off to use a prefix in use leaves the debt
-    as it is, `patience` times in a row; from then on those that are due are overdue. Looking at a
-    request and not taking it changes nothing, so a due request that did not fit is due again in the
-    next plan.
+    picks of debt. Looking at a request and not taking it changes nothing, so a due request that did
+    not fit is due again in the next plan.
 
-    Deviation from HyGen: an account in place of a random number, what counts is what was admitted,
-    not what was looked at, and due requests can be put off.
+    Deviation from HyGen: an account in place of a random number, and what counts is what was
+    admitted, not what was looked at.
     """
 
-    __slots__ = ("_debt", "_num_put_off", "_patience", "_share")
+    __slots__ = ("_debt", "_share")
 
-    def __init__(self, utility_ratio: float, *, patience: int = 0) -> None:
+    def __init__(self, utility_ratio: float) -> None:
         self._share = round((1 - utility_ratio) * _PICK)
         self._debt = self._share
-        self._patience = patience if utility_ratio > 0 else 0
-        self._num_put_off = 0
 
     @property
     def num_due(self) -> int:
-        """How many of the oldest requests go before others, but for those that use a prefix in
-        use."""
+        """How many of the oldest requests go before others."""
         return self._debt // _PICK
-
-    @property
-    def is_patient(self) -> bool:
-        """Whether those that are due may be put off once more."""
-        return self._num_put_off < self._patience
 
     def count(self, *, due: bool) -> None:
         """Count an admission, of a request that was due or of another."""
         self._debt += self._share - (_PICK if due else 0)
-        if due:
-            self._num_put_off = 0
-
-    def put_off(self) -> None:
-        """Count an admission that uses a prefix in use while another is due; `is_patient` holds."""
-        self._num_put_off += 1
 
     def restart(self) -> None:
         """Forget the debt: no request waits."""
         self._debt = self._share
-        self._num_put_off = 0
 
     def fork(self) -> UtilityMix:
         """A copy to forecast with."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Generic, Protocol, TypeVar
 
 from sortedcontainers import SortedKeyList
@@ -27,12 +27,6 @@ class Pool(Protocol[P]):
 
     def is_as_urgent(self, head: P, urgent: P) -> bool: ...
 
-    def shared_with_last(self, place: Place[P]) -> int: ...
-
-    def leaves_prefix(
-        self, in_use: int, stale: Place[P], shared_with_last: Callable[[Place[P]], int]
-    ) -> bool: ...
-
 
 class PoolOrder(Iterator[P]):
     """Implements `cosched.core.view.OfflineOrder`; valid until the pool changes."""
@@ -48,7 +42,6 @@ class PoolOrder(Iterator[P]):
         self._most_urgent: P | None = None
         self._trees = pool.buckets.in_turn()
         self._cursor: Place[P] | None = None
-        self._last: Place[P] | None = None
         self._yielded: set[str] = set()
         self._skipped: set[Node[P]] = set()
         self._fronts: list[_Front[P]] | None = None
@@ -61,7 +54,6 @@ class PoolOrder(Iterator[P]):
         if request is None:
             request = self._pick_mixed(head)
         self._yielded.add(request.rid)
-        self._last = self._pool.places[request.rid]
         return request
 
     def skip_sharing(self, request: P, num_tokens: int) -> None:
@@ -88,7 +80,6 @@ class PoolOrder(Iterator[P]):
         if request is not self._most_urgent:
             self._mix.count(due=request is self._stale)
         self._yielded.add(request.rid)
-        self._last = self._pool.places[request.rid]
 
     def pass_over(self, request: P) -> None:
         self._yielded.add(request.rid)
@@ -130,8 +121,7 @@ class PoolOrder(Iterator[P]):
         urgent = self._pick_urgent(head)
         if urgent is not None:
             return urgent
-        stale = self._next_due()
-        return None if stale is None or self._is_put_off(stale, head) else stale
+        return self._next_due()
 
     def _is_gone(self, place: Place[P]) -> bool:
         return place.item.rid in self._yielded or self._skipped_node(place) is not None
@@ -166,9 +156,6 @@ class PoolOrder(Iterator[P]):
 
     def _pick_mixed(self, head: P) -> P:
         stale = self._next_due()
-        if stale is not None and self._is_put_off(stale, head):
-            self._mix.put_off()
-            return head
         self._mix.count(due=stale is not None)
         return head if stale is None else stale
 
@@ -180,20 +167,6 @@ class PoolOrder(Iterator[P]):
         if self._stale is not None and self._is_skipped(self._stale):
             self._stale = None
         return self._stale
-
-    def _is_put_off(self, stale: P, head: P) -> bool:
-        if not self._mix.is_patient:
-            return False
-        pool = self._pool
-        in_use = self._shared_with_last(pool.places[head.rid])
-        return pool.leaves_prefix(in_use, pool.places[stale.rid], self._shared_with_last)
-
-    def _shared_with_last(self, place: Place[P]) -> int:
-        last = self._last
-        if last is None:
-            return self._pool.shared_with_last(place)
-        index_of = self._pool.buckets.index_of
-        return last.shared_len(place) if index_of(last.item) == index_of(place.item) else 0
 
     def _next_of(self, requests: Iterator[P]) -> P | None:
         return next((request for request in requests if request.rid not in self._yielded), None)

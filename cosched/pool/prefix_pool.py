@@ -52,9 +52,8 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     utility_ratio      share of picks in prefix order, 0 to 1; the others go to the oldest request
                        (HyGen §4.3). 1: requests that share nothing may starve. 0: first come, first
                        served
-    patience           admissions in a row that may precede a due request, so that a shared prefix
-                       in use is finished. 0: HyGen's rule
-    least_shared       tokens in common that justify that [tokens]
+    least_shared       tokens in common with what is cached or in use that bring a prefix to the
+                       front [tokens]
     num_buckets        length buckets, learned (Echo §6); absent: as many as the policy's own pool
                        has. 1: HyGen's tree
     bucket_boundaries  prompt lengths [tokens] at which buckets begin, instead of learned ones
@@ -65,7 +64,6 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """
 
     utility_ratio: float = 0.99
-    patience: int = 256
     least_shared: int = 64
     num_buckets: int | None = None
     bucket_boundaries: tuple[int, ...] | None = None
@@ -75,7 +73,7 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def __post_init__(self) -> None:
         if not 0 <= self.utility_ratio <= 1:
             raise ConfigError(f"utility_ratio {self.utility_ratio} is not between 0 and 1")
-        for name, least in (("patience", 0), ("least_shared", 1), ("num_buckets", 1)):
+        for name, least in (("least_shared", 1), ("num_buckets", 1)):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ConfigError(f"{name} {value} is below {least}")
@@ -152,7 +150,7 @@ class PrefixPool(Generic[P]):
         self.places: dict[str, Place[P]] = {}
         self.by_age: SortedKeyList[Place[P], int] = SortedKeyList(key=_arrival_seq)
         self.deadlines: DueRequests[P] = DueRequests()
-        self.mix = UtilityMix(config.utility_ratio, patience=config.patience)
+        self.mix = UtilityMix(config.utility_ratio)
         self._last: tuple[P, bytes] | None = None  # the last admission and its token ids
         self.buckets: LengthBuckets[P] = LengthBuckets(
             boundaries=config.bucket_boundaries, num_buckets=config.num_buckets or 1
@@ -196,12 +194,10 @@ class PrefixPool(Generic[P]):
         request = self.places[rid].item
         urgent = self.is_urgent(request)
         due = not urgent and self._is_due(request)
-        if not urgent and not due and self._puts_off(request):
-            self.mix.put_off()
-        elif not urgent:
+        if not urgent:
             self.mix.count(due=due)
-        if not urgent and not due:
-            self.buckets.take_turn(request)
+            if not due:
+                self.buckets.take_turn(request)
         place = self.places[rid]
         self._last = (request, place.packed())
         self.buckets.tree_of(request).admit(place)
@@ -327,29 +323,9 @@ class PrefixPool(Generic[P]):
         return tree.shared_len(packed, place, key=last.prefix_key)
 
     def _is_due(self, request: P) -> bool:
-        """Whether admitting it pays off debt. While due requests can be put off, that is only so
-        for the oldest of all: others that are due happen to be in prefix order."""
-        num_paying = self.mix.num_due
-        if self.mix.is_patient:
-            num_paying = min(num_paying, 1)
-        num_paying = min(num_paying, len(self))
-        return (
-            num_paying > 0 and request.arrival_seq <= self.by_age[num_paying - 1].item.arrival_seq
-        )
-
-    def _puts_off(self, request: P) -> bool:
-        if not self.mix.num_due or not self.mix.is_patient:
-            return False
-        oldest = self.by_age[0]
-        in_use = self.shared_with_last(self.places[request.rid])
-        return self.leaves_prefix(in_use, oldest, self.shared_with_last)
-
-    def leaves_prefix(
-        self, in_use: int, stale: Place[P], shared_with_last: Callable[[Place[P]], int]
-    ) -> bool:
-        """Whether a stale request next leaves a prefix of which `in_use` tokens are used."""
-        least = self.config.least_shared
-        return in_use >= least and in_use - shared_with_last(stale) >= least
+        """Whether admitting it pays off debt."""
+        num_due = min(self.mix.num_due, len(self))
+        return num_due > 0 and request.arrival_seq <= self.by_age[num_due - 1].item.arrival_seq
 
 
 def _sharing_ratio(num_tokens: int, num_distinct_tokens: int) -> float:

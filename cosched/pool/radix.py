@@ -68,11 +68,6 @@ class Place(Generic[T]):
         """Its token ids, 4 bytes each."""
         return b"".join(reversed([node.segment for node in self.enclosing()]))
 
-    def shared_len(self, other: Place[T]) -> int:
-        """Tokens of the longest common prefix with another place of its tree. O(depth)."""
-        above = set(self.enclosing())
-        return sum(node.num_segment_tokens for node in other.enclosing() if node in above)
-
     def innermost_shared(self) -> Node[T]:
         """The innermost node that it is under and another is too; the top when it is alone there.
         O(depth)."""

@@ -48,7 +48,7 @@ def test_what_is_written_reads_back():
         ('{"budgets": {"late_bound": 0}}', "late_bound 0.0 is not a positive number"),
         ('{"budgets": {"ami": 1}}', "unknown field `ami`"),
         ('{"pool": {"patient": 1}}', "unknown field `patient`"),
-        ('{"pool": {"patience": -1}}', "patience -1 is below 0"),
+        ('{"pool": {"least_shared": 0}}', "least_shared 0 is below 1"),
         ("{", "COSCHED_CONFIG: .*truncated"),
         ("/no/such/file", "neither a JSON object nor a readable file: '/no/such/file'"),
     ],
@@ -73,10 +73,10 @@ def test_an_order_of_eviction_that_is_named_wins_over_the_policys(name):
 
 @pytest.mark.parametrize(("policy", "num"), [("cosched", 4), ("hygen", None)])
 def test_another_key_of_the_pool_leaves_the_policy_its_buckets(policy, num):
-    for pool in (None, PoolConfig(patience=3)):
+    for pool in (None, PoolConfig(least_shared=3)):
         assert Config(policy=policy, pool=pool).named_pool().num_buckets == num
-    named = Config(policy=policy, pool=PoolConfig(patience=3, num_buckets=2)).named_pool()
-    assert (named.num_buckets, named.patience) == (2, 3)
+    named = Config(policy=policy, pool=PoolConfig(least_shared=3, num_buckets=2)).named_pool()
+    assert (named.num_buckets, named.least_shared) == (2, 3)
     assert Config(policy="sarathi", pool=PoolConfig()).named_pool() is None
 
 

@@ -21,8 +21,6 @@ class NaivePool:
         self.turn = 0
         self.share = 1 - Fraction(str(config.utility_ratio))
         self.debt = self.share
-        self.num_put_off = 0
-        self.patience = config.patience if config.utility_ratio else 0
         self.least_shared = config.least_shared
         self.last: FakeRequest | None = None
         self.waiting: list[FakeRequest] = []
@@ -78,20 +76,11 @@ class NaivePool:
 
     def remove(self, request, *, admitted):
         bucket = self.bucket_of(request)
-        last = self.last
         if admitted:
             self.last = request
         if admitted and not self.is_urgent(request):
-            oldest = self.oldest()
-            num_paying = int(self.debt)
-            if self.num_put_off < self.patience:
-                num_paying = min(num_paying, 1)
-            due = request in oldest[:num_paying]
-            if not due and self.puts_off(self.debt, self.num_put_off, last, request, oldest[0]):
-                self.num_put_off += 1
-            else:
-                self.debt += self.share - due
-                self.num_put_off = 0 if due else self.num_put_off
+            due = request in self.oldest()[: int(self.debt)]
+            self.debt += self.share - due
             if not due:
                 self.turn = bucket
         self.waiting.remove(request)
@@ -100,22 +89,16 @@ class NaivePool:
             self.trees[bucket].lead(request)
         if not self.waiting:
             self.debt = self.share
-            self.num_put_off = 0
 
     def shared(self, one, two):
         if one is None or self.bucket_of(one) != self.bucket_of(two):
             return 0
         return max(shared_len(one, two), 0)
 
-    def puts_off(self, debt, num_put_off, last, head, stale):
-        in_use = self.shared(last, head)
-        left = in_use - min(in_use, self.shared(last, stale))
-        return debt >= 1 and num_put_off < self.patience and left >= self.least_shared
-
     def order(self):
         trees = self.trees[self.turn :] + self.trees[: self.turn]
         left = [request for tree in trees for request in tree.order]
-        debt, num_put_off, last = self.debt, self.num_put_off, self.last
+        debt = self.debt
         while left:
             pick = head = left[0]
             oldest = min(left, key=lambda request: request.arrival_seq)
@@ -125,14 +108,10 @@ class NaivePool:
                 latest_s = self.due_s(first) + 0.1 * self.margin_s
                 if not self.is_urgent(head) or self.due_s(head) > latest_s:
                     pick = first
-            elif self.puts_off(debt, num_put_off, last, head, oldest):
-                num_put_off += 1
             elif debt >= 1:
                 pick = oldest
                 debt += self.share - 1
-                num_put_off = 0
             else:
                 debt += self.share
             left.remove(pick)
-            last = pick
             yield pick

@@ -27,12 +27,8 @@ from tests.pool.prefixes import prefixed, shared_len
 CONFIGS = {
     "prefix order": PoolConfig(utility_ratio=1.0),
     "arrival": PoolConfig(utility_ratio=0.0),
-    "mixed": PoolConfig(utility_ratio=0.7, patience=0, deadline_margin_s=20.0),
-    "patient": PoolConfig(utility_ratio=0.7, patience=6, least_shared=2, deadline_margin_s=20.0),
-    "patient buckets": PoolConfig(
-        utility_ratio=0.8, patience=4, least_shared=1, bucket_boundaries=(3, 6)
-    ),
-    "cached": PoolConfig(utility_ratio=0.9, patience=4, least_shared=2),
+    "mixed": PoolConfig(utility_ratio=0.7, deadline_margin_s=20.0),
+    "cached": PoolConfig(utility_ratio=0.9, least_shared=2),
     "buckets": PoolConfig(utility_ratio=0.9, bucket_boundaries=(3, 6), deadline_margin_s=20.0),
 }
 
@@ -43,7 +39,7 @@ def max_passed_over(config, num_older):
     """After how many admissions of others a request goes at the latest (docs/architecture.md).
     num_older: older requests that waited when it came, and those that came back since."""
     share = 1 - Fraction(config.utility_ratio).limit_denominator(1000)
-    return math.ceil((num_older + 1) / share) - 1 + config.patience * (num_older + 1)
+    return math.ceil((num_older + 1) / share) - 1
 
 
 def filled(config, requests):
@@ -154,11 +150,10 @@ def test_the_expected_hit_ratio_is_met_where_stale_requests_bring_their_siblings
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.25, 0.5, 0.75, 0.9, 0.99])
-@pytest.mark.parametrize("patience", [0, 5])
 @seeds
-def test_nobody_is_passed_over_more_often_than_the_bound(ratio, patience, seed):
+def test_nobody_is_passed_over_more_often_than_the_bound(ratio, seed):
     rng = random.Random(seed)
-    pool = PrefixPool(PoolConfig(utility_ratio=ratio, patience=patience, least_shared=1))
+    pool = PrefixPool(PoolConfig(utility_ratio=ratio, least_shared=1))
     passed, older, stopped, most = {}, {}, [], 0
     for _ in range(1500):
         for _ in range(rng.randrange(3)):
@@ -192,30 +187,15 @@ def test_nobody_is_passed_over_more_often_than_the_bound(ratio, patience, seed):
     assert most >= 1
 
 
-@pytest.mark.parametrize("patience", [0, 7])
 @pytest.mark.parametrize(("ratio", "bound"), [(0.5, 1), (0.75, 3), (0.9, 9)])
-def test_the_bound_is_met_exactly_by_the_worst_case(ratio, bound, patience):
-    bound += patience
+def test_the_bound_is_met_exactly_by_the_worst_case(ratio, bound):
     alone = prefixed([2])
     later = [prefixed([1, 1, n]) for n in range(bound + 2)]
-    config = PoolConfig(utility_ratio=ratio, patience=patience, least_shared=2)
+    config = PoolConfig(utility_ratio=ratio, least_shared=2)
     pool = filled(config, [alone, *later])
     pool.promote(prefixed([1, 1]))
     assert max_passed_over(config, 0) == bound
     assert list(drain(pool)).index(alone) == bound
-
-
-def test_a_due_request_waits_for_a_head_in_use_and_goes_when_another_would_be_begun():
-    rng = random.Random(0)
-    crowd = documents(4, 30, rng)
-    old = [prefixed([3000 + n], arrival_seq=-3 + n) for n in range(3)]
-    config = PoolConfig(utility_ratio=0.9, patience=100, least_shared=30)
-    pool = filled(config, [*old, *crowd])
-    pool.promote(crowd[0])
-    served = [request.rid.split("/")[0] for request in drain(pool)]
-    runs = [document for document, _ in itertools.groupby(served)]
-    assert len(runs) == 4 + len(old), "a document was left and begun again"
-    assert served.index(old[0].rid) == 30
 
 
 def test_the_cache_is_asked_once_per_shared_head():
@@ -475,7 +455,6 @@ def test_one_that_is_urgent_or_due_is_the_only_candidate():
     hurried = with_deadline([5], 10.0)
     config = PoolConfig(
         utility_ratio=0.75,
-        patience=0,
         least_shared=1,
         deadline_margin_s=4.0,
         bucket_boundaries=(2,),

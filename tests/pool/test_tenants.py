@@ -179,7 +179,7 @@ def test_others_are_asked_where_no_request_of_a_tenant_fits_but_not_for_long():
 @given(st.integers(0, 10**6), st.sampled_from([None, LAG_S]))
 def test_with_one_tenant_nothing_changes(seed, lag_s):
     rng = random.Random(seed)
-    config = PoolConfig(utility_ratio=0.7, patience=4, bucket_boundaries=(3, 6))
+    config = PoolConfig(utility_ratio=0.7, bucket_boundaries=(3, 6))
     plain, shared = (
         PrefixPool(config),
         TenantPool(make_pool=lambda: PrefixPool(config), lag_s=lag_s),
