@@ -9,7 +9,8 @@ With a CUDA GPU it changes nothing. Without one it
 * switches SGLang to its CPU engine (``SGLANG_USE_CPU_ENGINE=1``);
 * puts a stand-in for ``sgl_kernel`` on the import path when the real package is absent: SGLang
   imports its names on every platform, while the CPU path with the ``torch_native`` attention
-  backend calls none of them. Calling one raises, naming the function;
+  backend calls none of them. Calling one raises, naming the function. So do the operators that
+  Qwen3.5 reads at import, without which no processor of Qwen's images could be imported;
 * defines the two operator schemas (``torchvision::nms``, ``torchvision::qnms``) that torchvision
   declares fakes for, when its compiled operators do not fit the installed torch;
 * drops SGLang's warnings about models and kernels that need a GPU (some 25 lines per process).
@@ -35,6 +36,13 @@ from types import ModuleType
 from typing import Any
 
 _STAND_IN = "sgl_kernel"
+_OPERATORS = (
+    "fused_sigmoid_mul_cpu",
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+)
+"""Of ``torch.ops.sgl_kernel``: those that SGLang reads when it imports a model on a CPU."""
 
 
 def has_cuda() -> bool:
@@ -109,7 +117,11 @@ class _StandInFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def _install_kernel_stand_in() -> None:
     if importlib.util.find_spec(_STAND_IN) is None:
+        import torch
+
         sys.meta_path.append(_StandInFinder())
+        for name in _OPERATORS:
+            setattr(torch.ops.sgl_kernel, name, _MissingKernel(f"torch.ops.{_STAND_IN}.{name}"))
 
 
 def _define_torchvision_schemas() -> None:

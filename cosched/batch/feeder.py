@@ -12,7 +12,7 @@ import math
 import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -112,6 +112,7 @@ class Feeder:
         self._finished: list[Finished] = []
         self._has_finished = asyncio.Event()
         self._flushing, self._starting = asyncio.Lock(), asyncio.Lock()
+        self._media_places = asyncio.Semaphore(config.media_in_flight)
         self._validation: asyncio.Task[None] | None = None
         self._not_validated: set[str] = set()
         """Batches whose validation raised an error: others come before them."""
@@ -407,12 +408,8 @@ class Feeder:
         usage: dict[str, Any] = {}
         if isinstance(line, RequestLine):
             try:
-                state = self._state(self._deadline_s(batch), batch, self._num_behind)
-                async with self._starting:
-                    await asyncio.sleep(0)  # one line in each turn of the loop, which serves chats
-                send = partial(self._client.send, line, extensions={"state": state})
-                tracer = self._tracer
-                outcome = await (send() if tracer is None else tracer.traced(batch, line, send))
+                async with self._media_places if line.has_media else nullcontext():
+                    outcome = await self._send(batch, line)
             except Exception:
                 logger.exception("batches: line %d of %s", line.number, batch.id)
                 outcome = _INTERNAL_ERROR
@@ -437,6 +434,13 @@ class Feeder:
             )
         )
         self._has_finished.set()
+
+    async def _send(self, batch: Batch, line: RequestLine) -> Answer | Failure:
+        state = self._state(self._deadline_s(batch), batch, self._num_behind)
+        async with self._starting:
+            await asyncio.sleep(0)  # one line in each turn of the loop, which serves chats
+        send = partial(self._client.send, line, extensions={"state": state})
+        return await (send() if self._tracer is None else self._tracer.traced(batch, line, send))
 
     async def _write(self) -> None:
         while True:

@@ -145,8 +145,9 @@ class StandIn:
     async def chat(self, request: Request):
         body = json.loads(await request.body())
         assert body["service_tier"] == "flex"
-        text = body["messages"][-1]["content"]
-        await asyncio.sleep(self.delay_s)
+        content = body["messages"][-1]["content"]
+        text = content if isinstance(content, str) else content[0]["text"]
+        await self.run(request, text)
         if text == "refuse":
             return JSONResponse({"error": {"message": "not this one"}}, status_code=400)
         message = {"role": "assistant", "content": f"to {text}"}

@@ -24,7 +24,7 @@ from cosched.batch.rate import Rate
 from tests.batch.api import Api, line, lines, serving, until
 from tests.batch.stand_in import StandIn
 from tests.batch.test_store import batch_of
-from tests.request_lines import error_of
+from tests.request_lines import chat, error_of
 
 of_256 = pytest.mark.parametrize(
     "stand_in", [{"high_watermark": 256, "low_watermark": 192}], indirect=True
@@ -306,6 +306,38 @@ def test_no_more_lines_are_in_flight_than_the_high_watermark(api, stand_in):
     stand_in.is_held = False
     api.wait(batch)
     assert stand_in.most_in_flight == 20
+
+
+def test_few_lines_with_media_are_sent_at_a_time_and_others_pass_them(folder, clock):
+    stand_in = StandIn(BatchesConfig(folder=str(folder), media_in_flight=2), clock=clock)
+    run, at_server, most = stand_in.run, set(), 0
+
+    async def counted(request, prompt):
+        nonlocal most
+        at_server.add(prompt)
+        most = max(most, sum("image" in one for one in at_server))
+        await run(request, prompt)
+        at_server.discard(prompt)
+
+    stand_in.run = counted
+    stand_in.is_held = True
+    job = []
+    for n in range(6):
+        parts = [{"type": "text", "text": f"image {n}"}, {"type": "image_url", "image_url": "a"}]
+        for text, content in ((f"image {n}", parts), (f"text {n}", f"text {n}")):
+            job.append(chat(text, messages=[{"role": "user", "content": content}]))
+    with serving(stand_in) as url:
+        api = Api(url)
+        batch = api.create(job, endpoint="/v1/chat/completions")
+        until(lambda: stand_in.num_in_flight == 8)
+        window_s, first = 24 * 3600, set(at_server)
+        clock.now_s += 10
+        stand_in.is_held = False
+        assert api.wait(batch).request_counts.completed == 12
+    assert most == 2 and sum("text" in one for one in first) == 6
+    deadlines = stand_in.deadlines
+    assert all(deadlines[one] == window_s for one in first)
+    assert all(s <= window_s - 10 for one, s in deadlines.items() if one not in first)
 
 
 @pytest.mark.parametrize("stand_in", [{"high_watermark": 8, "low_watermark": 4}], indirect=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Protocol
@@ -28,6 +28,11 @@ _AZURE_URLS = {url.removeprefix("/v1"): url for url in URLS}
 """Urls in batch files for Azure OpenAI -> ours."""
 _TIERED = (CHAT, COMPLETIONS, RESPONSES)
 """Those with a field `service_tier`."""
+
+_WITH_MEDIA = ("messages", "input", "query", "documents")
+"""Fields with parts that may be images, video or sound."""
+_MEDIA_KEYS = ("image", "image_url", "video", "video_url", "audio_url", "input_audio")
+_MEDIA_TYPES = (*_MEDIA_KEYS, "input_image")
 
 INVALID_VALUE = "invalid_value"
 """Code of a line with a field beyond its bound, or one that the endpoint does not know."""
@@ -57,12 +62,14 @@ class RawLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLine:
-    """A valid line: `body` is the JSON to send, already marked as offline."""
+    """A valid line: `body` is the JSON to send, already marked as offline. has_media: it has
+    images, video or sound."""
 
     number: int
     custom_id: str
     url: str
     body: bytes
+    has_media: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +144,11 @@ def parse_line(
             check_body(url, body, scope)
             check_known(url, body, scope)
         return RequestLine(
-            number=line.number, custom_id=custom_id, url=url, body=_offline_body(url, body)
+            number=line.number,
+            custom_id=custom_id,
+            url=url,
+            body=_offline_body(url, body),
+            has_media=_has_media(body),
         )
     except RequestError as error:
         return bad(INVALID_VALUE, str(error), f"body.{error.field}")
@@ -229,6 +240,23 @@ def _offline_body(url: str, body: dict[str, Any]) -> bytes:
     if url in _TIERED:
         body["service_tier"] = "flex"
     return msgspec.json.encode(body)
+
+
+def _has_media(body: Mapping[str, Any]) -> bool:
+    """Whether a part of a message, of an input or of a document is no text, also in the result of
+    a tool."""
+    waiting = [body.get(name) for name in _WITH_MEDIA]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, list):
+            waiting += value
+        elif isinstance(value, dict):
+            if value.get("type") in _MEDIA_TYPES:
+                return True
+            if any(value.get(key) is not None for key in _MEDIA_KEYS):
+                return True
+            waiting += value.values()
+    return False
 
 
 def _kind(value: Any) -> str:

@@ -38,6 +38,17 @@ def entry(**changes):
     return {key: value for key, value in (good | changes).items() if value is not ...}
 
 
+CHAT = "/v1/chat/completions"
+TEXT = {"type": "text", "text": "image"}
+LINK = {"url": "https://a.b/c"}
+PARTS = [{"type": kind, kind: LINK} for kind in ("image_url", "video_url", "audio_url")]
+PARTS.append({"type": "input_audio", "input_audio": {"data": "", "format": "wav"}})
+INPUT_IMAGE = {"type": "input_image", "image_url": "https://a.b/c.png"}
+IMAGE = {"type": "image", "source": {"type": "url", "url": "https://a.b/c.png"}}
+TOOL_RESULT = {"type": "tool_result", "tool_use_id": "a", "content": [IMAGE]}
+SCHEMA = {"type": "object", "properties": {"image": {"type": "string"}}}
+TOOL = {"type": "function", "function": {"name": "draw", "parameters": SCHEMA}}
+
 BOM = b"\xef\xbb\xbf"
 
 
@@ -101,6 +112,24 @@ def test_what_is_sent_is_offline(url):
     has_tier = url in ("/v1/chat/completions", "/v1/completions", "/v1/responses")
     tier = "flex" if has_tier else "default"
     assert body == {"input": "ü", "stream": False, "service_tier": tier}
+
+
+@pytest.mark.parametrize(
+    ("has_media", "url", "body"),
+    [
+        *((True, CHAT, {"messages": [{"role": "user", "content": [TEXT, part]}]}) for part in PARTS),
+        (True, "/v1/responses", {"input": [{"role": "user", "content": [INPUT_IMAGE]}]}),
+        (True, "/v1/messages", {"messages": [{"role": "user", "content": [TOOL_RESULT]}]}),
+        (True, "/v1/embeddings", {"input": [{"image": "https://a.b/c.png"}]}),
+        (True, "/v1/rerank", {"query": "a", "documents": ["b", [TEXT, PARTS[0]]]}),
+        (False, CHAT, {"messages": [{"role": "user", "content": [TEXT]}], "tools": [TOOL]}),
+        (False, CHAT, {"messages": [{"role": "user", "content": "image_url"}]}),
+        (False, "/v1/embeddings", {"input": [{"text": "a", "image": None}]}),
+        (False, "/v1/embeddings", {"input": [[1, 2], [3]]}),
+    ],
+)
+def test_lines_with_images_video_or_sound_are_known(has_media, url, body):
+    assert parse(entry(url=url, body=body)).has_media is has_media
 
 
 @pytest.mark.parametrize(
