@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import cosched.bootstrap  # noqa: F401  # before transformers: it imports torchvision
 from tests.engine.tiny_models import SIZES
 
 CONFIG = SIZES | {
@@ -40,10 +41,8 @@ CONFIG = SIZES | {
     },
 }
 
-_START, _END, _IMAGE, _VIDEO = (
-    *("<|vision_start|>", "<|vision_end|>"),
-    *("<|image_pad|>", "<|video_pad|>"),
-)
+_START, _END = "<|vision_start|>", "<|vision_end|>"
+_IMAGE, _VIDEO = "<|image_pad|>", "<|video_pad|>"
 _TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}"
@@ -63,12 +62,12 @@ _PIXELS_PER_TOKEN = 28 * 28
 def make_vision_model(folder: Path, tiny_model: Path) -> Path:
     """With the tokenizer of the tiny model and tokens for images. Float32, and weights with which
     the next token depends on the image; special tokens are not generated."""
-    import cosched.bootstrap  # noqa: F401  # before transformers: it imports torchvision
     import torch
     from tokenizers import Tokenizer
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-    shutil.copytree(tiny_model, folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    others = shutil.ignore_patterns("*.safetensors", "config.json")
+    shutil.copytree(tiny_model, folder, ignore=others)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     num_plain = tokenizer.get_vocab_size()
     tokenizer.add_special_tokens([_START, _END, _IMAGE, _VIDEO])
@@ -115,13 +114,12 @@ def _write(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2))
 
 
-def image_part(seed: int, *, width: int = 112, height: int = 112) -> dict[str, Any]:
+def image_part(seed: int, *, side: int = 112) -> dict[str, Any]:
     """A content part of a chat with an image of coloured squares; a token for 28x28 pixels."""
     from PIL import Image
 
-    rng = random.Random(seed)
-    squares = bytes(rng.randrange(256) for _ in range(3 * 4 * 4))
-    image = Image.frombytes("RGB", (4, 4), squares).resize((width, height), Image.Resampling.NEAREST)
+    colours = random.Random(seed).randbytes(3 * 4 * 4)
+    image = Image.frombytes("RGB", (4, 4), colours).resize((side, side), Image.Resampling.NEAREST)
     image.save(file := io.BytesIO(), format="PNG")
     url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
     return {"type": "image_url", "image_url": {"url": url}}

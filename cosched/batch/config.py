@@ -102,8 +102,8 @@ class BatchesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_line_bytes  most bytes of one line
     high_watermark  most lines at the scheduler, waiting or running; a restart repeats them
     low_watermark   lines left at which more are taken from the store
-    media_in_flight  most lines with images, video or sound at the scheduler: SGLang keeps their pixels
-                    in host memory, 75 MB for 4,000 tokens of Qwen2.5-VL
+    media_in_flight  most lines with images, video or sound at the scheduler: SGLang keeps their
+                    pixels in host memory, 75 MB for 4,000 tokens of Qwen2.5-VL
     late_margin_s   a batch is late if its expected end leaves less than this of its window, and
                     goes before others [s]; not above pool.deadline_margin_s
     tenant_weights  shares of offline device time (docs/architecture.md): name of an API key's owner

@@ -134,6 +134,8 @@ FIGURES = (
     _row(_C, "preemptions", "Running requests preempted by a plan.", "num_preemptions"),
     _row(_C, "recomputed_tokens", "Tokens computed again because a preemption lost their KV.",
          "recomputed_tokens"),
+    _row(_C, "encoded_tokens", "Tokens of images, video and sound computed by the encoder.",
+         "encoded_tokens"),
     _row(_C, "engine_refusals", "Admissions of a plan that the engine refused.",
          "num_engine_refusals"),
     _row(_C, "last_moments", "Iterations planned just before the device needed them.",

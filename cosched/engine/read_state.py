@@ -104,6 +104,7 @@ def state_of(controller: Controller) -> ReplicaState:
         online_prefill_tokens=counters.online_prefill_tokens,
         offline_prefill_tokens=counters.offline_prefill_tokens,
         recomputed_tokens=counters.recomputed_tokens,
+        encoded_tokens=counters.encoded_tokens,
         online_output_tokens=output_tokens[RequestClass.ONLINE],
         offline_output_tokens=output_tokens[RequestClass.OFFLINE],
         offline_work_s=0.0 if work is None else round(work.work_s, 6),

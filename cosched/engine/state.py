@@ -45,6 +45,7 @@ class Counters:
     online_prefill_tokens: int = 0
     offline_prefill_tokens: int = 0
     recomputed_tokens: int = 0
+    encoded_tokens: int = 0
     budget_s: float = 0.0
     budget_used_s: float = 0.0
     planning_times_s: deque[float] = field(default_factory=lambda: deque(maxlen=PLANNING_WINDOW))
@@ -58,6 +59,7 @@ class Counters:
         self.latest_plan = iteration.plan
 
     def count_result(self, iteration: Iteration) -> None:
+        self.encoded_tokens += sum(iteration.shape.encoded)
         if limits := iteration.plan.limits:
             self.budget_s += max(limits.values())
             self.budget_used_s += iteration.seconds
@@ -112,6 +114,7 @@ class ReplicaState(msgspec.Struct, kw_only=True, frozen=True):
     policy_given_up  it failed too often in a row: the safe rule plans until a restart
     failures         part that failed and was left out (`cosched.engine.guard`) -> number
     recomputed_tokens  prompt and output tokens computed again after a preemption
+    encoded_tokens   tokens of images, video and sound that the model's encoder has computed
     num_aborted_online, num_aborted_offline  requests that ended without their whole reply
     num_cancelled_online, num_cancelled_offline  aborted requests that their client cancelled
     device_s         class -> tenant -> its share of `busy_s` (`cosched.predict.cost_account`) [s]
@@ -170,6 +173,7 @@ class ReplicaState(msgspec.Struct, kw_only=True, frozen=True):
     online_prefill_tokens: int
     offline_prefill_tokens: int
     recomputed_tokens: int
+    encoded_tokens: int
     online_output_tokens: int
     offline_output_tokens: int
     offline_work_s: float

@@ -6,35 +6,9 @@ import torch
 
 from cosched.core.request import Media
 from tests.engine.conftest import OFFLINE, assert_drained, outputs
-from tests.engine.tiny_models import SIZES, randomize
+from tests.engine.tiny_models import randomize
+from tests.vision_model import CONFIG
 
-MODEL = SIZES | {
-    "model_type": "qwen2_5_vl",
-    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
-    "hidden_act": "silu",
-    "rope_theta": 10_000.0,
-    "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
-    "tie_word_embeddings": False,
-    "image_token_id": 5,
-    "video_token_id": 6,
-    "vision_start_token_id": 3,
-    "vision_end_token_id": 4,
-    "vision_config": {
-        "model_type": "qwen2_5_vl",
-        "depth": 2,
-        "hidden_size": 64,
-        "intermediate_size": 64,
-        "num_heads": 4,
-        "out_hidden_size": 64,
-        "patch_size": 14,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-        "window_size": 56,
-        "fullatt_block_indexes": [1],
-        "in_chans": 3,
-        "tokens_per_second": 2,
-    },
-}
 SIDE = 8  # patches
 IMAGE_TOKENS = SIDE * SIDE // 4
 HEAD = list(range(20, 60))
@@ -106,7 +80,7 @@ def serve(engine, lines=LINES):
 def test_images_are_encoded_once_and_counted(make_engine, monkeypatch, tmp_path):
     """The same tokens as stock SGLang; lines with other images share only what is before them."""
     monkeypatch.setattr("sglang.srt.model_loader.loader.initialize_dummy_weights", randomize)
-    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     served = {"model_path": tmp_path, "load_format": "dummy"}
     expected, _ = serve(make_engine(policy="sglang", mixed=False, **served))
     engine = make_engine(policy="cosched", **served)

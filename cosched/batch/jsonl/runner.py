@@ -6,7 +6,7 @@ import asyncio
 import itertools
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from dataclasses import dataclass, field
 
 from cosched.batch.jsonl.client import Client
@@ -20,6 +20,8 @@ from cosched.batch.jsonl.server import OwnServer, RunningServer
 from cosched.batch.jsonl.source import Source
 
 _MAX_SENDING_BYTES = 256 << 20  # 256 requests of 16 MiB would be 4 GiB
+_MOST_MEDIA = 128
+"""Lines with images, video or sound at the server, as `BatchesConfig.media_in_flight`."""
 _ORDERED_WINDOW = 4  # times the concurrency: how far an ordered job may run ahead of its output
 _MAX_SORTED_BYTES = 64 << 20
 _SHOW_EVERY_S = 0.5
@@ -80,6 +82,7 @@ class Job:
         self._show = show
         self._sink = OrderedSink(self._write) if ordered else None
         self._most_sorted = min(max(concurrency * _ORDERED_WINDOW // 2, 1), SORTED_TOGETHER)
+        self._media_places = asyncio.Semaphore(_MOST_MEDIA)
         self._window = Window(
             max_sending=concurrency,
             max_unwritten=concurrency * (_ORDERED_WINDOW if ordered else 1),
@@ -154,7 +157,8 @@ class Job:
                 yield one
 
     async def _send(self, line: RequestLine, position: int) -> None:
-        outcome = await self._client.send(line)
+        async with self._media_places if line.has_media else nullcontext():
+            outcome = await self._client.send(line)
         self._window.sent(len(line.body))
         self._put(position, line, outcome)
 

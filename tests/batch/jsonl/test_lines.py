@@ -117,7 +117,10 @@ def test_what_is_sent_is_offline(url):
 @pytest.mark.parametrize(
     ("has_media", "url", "body"),
     [
-        *((True, CHAT, {"messages": [{"role": "user", "content": [TEXT, part]}]}) for part in PARTS),
+        *(
+            (True, CHAT, {"messages": [{"role": "user", "content": [TEXT, part]}]})
+            for part in PARTS
+        ),
         (True, "/v1/responses", {"input": [{"role": "user", "content": [INPUT_IMAGE]}]}),
         (True, "/v1/messages", {"messages": [{"role": "user", "content": [TOOL_RESULT]}]}),
         (True, "/v1/embeddings", {"input": [{"image": "https://a.b/c.png"}]}),
