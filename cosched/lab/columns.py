@@ -80,6 +80,7 @@ COLUMNS: Mapping[str, Column] = {
     "not before s": Column(of=lambda s: s.job.least_makespan_s),
     "mean completion s": Column(of=lambda s: s.job.completion_mean_s),
     "p95 completion s": Column(of=lambda s: s.job.completion_p95_s),
+    "longest wait s": Column(of=lambda s: s.job.longest_wait_s),
     "work/s": Column(of=lambda s: s.job.work_per_s, digits=3),
     "of bound %": Column(of=lambda s: s.job.bound_ratio, scale=100),
     "offline tokens/s": Column(of=lambda s: s.offline.tokens_per_s, digits=0),

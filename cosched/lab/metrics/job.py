@@ -26,6 +26,8 @@ class JobSummary:
     makespan_s         first arrival to the end of the last line [s]; None: a line did not finish
     completion_mean_s  first arrival to the end of a line, mean over finished lines [s]
     completion_p95_s   95th percentile of the same [s]
+    longest_wait_s     longest time from the arrival of a line at the server to its admission, or to
+                       the end of the run [s]
     work_s             work of the whole job [device seconds]; None: costs are not known
     work_per_s         work done per second in the steady window; 1 is the best batch alone on the
                        whole device. None: costs are not known
@@ -40,6 +42,7 @@ class JobSummary:
     makespan_s: float | None = None
     completion_mean_s: float | None = None
     completion_p95_s: float | None = None
+    longest_wait_s: float | None = None
     work_s: float | None = None
     work_per_s: float | None = None
     bound_per_s: float | None = None
@@ -121,6 +124,9 @@ def summarize_job(
         makespan_s=float(ends.max()) if is_done else None,
         completion_mean_s=float(ends.mean()) if len(ends) else None,
         completion_p95_s=float(np.percentile(ends, 95)) if len(ends) else None,
+        longest_wait_s=max(
+            (end_s if r.admitted_s is None else r.admitted_s) - r.arrival_s for r in records
+        ),
         work_per_s=_work_per_s(records, start_s, end_s, costs) if costs else None,
     )
 
