@@ -37,6 +37,7 @@ from tests.request_lines import completion
 from tests.serving import ServerError, free_port, start_server
 
 LEASE_S = 3.0
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # the servers share the cores
 
 
 class Chats:
