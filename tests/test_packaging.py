@@ -431,7 +431,8 @@ def test_the_plugin_entry_point_is_installed():
 
 def programs() -> list[Path]:
     """In Python, beside the packages: type checks do not see all of them."""
-    found = [*(ROOT / "scripts").iterdir(), *(ROOT / "examples").glob("*.py")]
+    scripts = (path for path in (ROOT / "scripts").iterdir() if path.is_file())
+    found = [*scripts, *(ROOT / "examples").glob("*.py")]
     return sorted(p for p in found if p.suffix == ".py" or "python" in _first_line(p))
 
 
