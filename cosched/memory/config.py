@@ -15,14 +15,16 @@ class KvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     eviction        value: least expected value per token first; echo: the order of Echo §4.2; lru,
                     slru, priority: SGLang's; absent: the policy's own
-    reservation     what is kept for online requests. off: nothing; echo: mean and deviations of
-                    what they held (Echo §5.3); echo-arrivals: by the predicted rate of arrivals
-                    (Echo §7.4); absent: the policy's own, off for most
+    reservation     what is kept for online requests. returning: contexts that are expected back and
+                    whose loss would make them late; off: nothing; echo: mean and deviations of what
+                    they held (Echo §5.3); echo-arrivals: by the predicted rate of arrivals (Echo
+                    §7.4); absent: the policy's own, returning for most
     deviations      of a reservation, above the mean
     window_s        of a reservation, over which it is measured [s]
     recompute_share share of the device's time that recomputing after preemptions may take; beyond
                     it no offline request is admitted beside a running one
     late_weight     weight of a second that makes an online request miss its target
+    horizon_s       within which an expected return counts [s]
     half_life_s     after which an observed return counts half [s]
     host_bandwidth_gb_s  of copies to host memory and back [GB/s per GPU]
     bidirectional_pages  an online and an offline request may share their last page (BROS §5.1)
@@ -34,6 +36,7 @@ class KvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     window_s: float = 3600.0
     recompute_share: float = 0.25
     late_weight: float = 4.0
+    horizon_s: float = 120.0
     half_life_s: float = 3600.0
     host_bandwidth_gb_s: float = 20.0
     bidirectional_pages: bool = False
@@ -47,7 +50,7 @@ class KvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ConfigError(
                 f"kv.recompute_share must be above 0 and at most 1, not {self.recompute_share}"
             )
-        for name in ("window_s", "half_life_s", "host_bandwidth_gb_s"):
+        for name in ("window_s", "horizon_s", "half_life_s", "host_bandwidth_gb_s"):
             value = getattr(self, name)
             if not 0 < value < float("inf"):
                 unit = "GB/s" if name.endswith("_gb_s") else "seconds"

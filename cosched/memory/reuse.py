@@ -75,18 +75,21 @@ class _Mark(NamedTuple):
 class ReuseModel:
     """See the module's docstring."""
 
-    def __init__(self, *, half_life_s: float = 3600.0) -> None:
-        """half_life_s: after which an observation counts half."""
+    def __init__(self, *, half_life_s: float = 3600.0, horizon_s: float = 120.0) -> None:
+        """half_life_s: after which an observation counts half; horizon_s: what "soon" means."""
         self._half_life_s = half_life_s
+        self._horizon_s = horizon_s
         self._returned = [[0.0] * _NUM_BINS for _ in range(_NUM_KINDS)]
         self._at_risk = [[0.0] * _NUM_BINS for _ in range(_NUM_KINDS)]
         self._marks: OrderedDict[int, _Mark] = OrderedDict()
-        self._open: dict[int, int] = {}  # visit -> its bin
+        self._open: dict[int, tuple[int, int]] = {}  # visit -> its bin and its tokens
+        self._open_tokens = [[0] * _NUM_BINS for _ in range(_NUM_KINDS)]
         self._due: list[tuple[float, int, _Mark]] = []
         self._ids = itertools.count()
         self._scale_s = 0.0
         self._chances = [_chances(_PRIOR_HAZARDS, math.inf) for _ in range(_NUM_KINDS)]
         self._host_chances = list(self._chances)
+        self._soon = [_chances(_PRIOR_HAZARDS, horizon_s) for _ in range(_NUM_KINDS)]
         self._next = 0
 
     # --- Learning ---
@@ -101,9 +104,21 @@ class ReuseModel:
                 return mark.turn + 1
         return 1
 
-    def ended(self, hashes: Sequence[int], *, turn: int, num_tokens: int, now_s: float) -> int:
-        """A request is over. The kind of this visit. hashes: of its prompt; num_tokens: of its
-        context."""
+    def ended(
+        self,
+        hashes: Sequence[int],
+        *,
+        turn: int,
+        num_tokens: int,
+        num_needed: int,
+        now_s: float,
+    ) -> int:
+        """A request is over. The kind of this visit.
+
+        hashes      of its prompt
+        num_tokens  of its context
+        num_needed  of these, what a request that continues it must find to be in time
+        """
         kind = _kind(turn, num_tokens)
         if hashes:
             mark = _Mark(next(self._ids), kind, turn, now_s)
@@ -112,7 +127,8 @@ class ReuseModel:
             self._set_mark(hashes[-1], mark)
             if len(hashes) > 1:
                 self._set_mark(hashes[-2], mark)
-            self._open[mark.visit_id] = 0
+            self._open[mark.visit_id] = (0, num_needed)
+            self._open_tokens[kind][0] += num_needed
             heapq.heappush(self._due, (now_s + BIN_EDGES_S[1], mark.visit_id, mark))
         return kind
 
@@ -121,14 +137,18 @@ class ReuseModel:
         due = self._due
         while due and due[0][0] <= now_s:
             _, visit_id, mark = heapq.heappop(due)
-            index = self._open.get(visit_id)
-            if index is None:
+            state = self._open.get(visit_id)
+            if state is None:
                 continue
+            index, num_tokens = state
             self._observe(mark.kind, index, 0.0, now_s)
+            tokens = self._open_tokens[mark.kind]
+            tokens[index] -= num_tokens
             if index + 1 == _NUM_BINS:
                 del self._open[visit_id]
                 continue
-            self._open[visit_id] = index + 1
+            self._open[visit_id] = (index + 1, num_tokens)
+            tokens[index + 1] += num_tokens
             end_s = BIN_EDGES_S[index + 2] if index + 2 < _NUM_BINS else _END_S
             heapq.heappush(due, (mark.end_s + end_s, visit_id, mark))
 
@@ -140,8 +160,10 @@ class ReuseModel:
 
     def _returned_now(self, mark: _Mark, now_s: float) -> None:
         self.advance(now_s)
-        index = self._open.pop(mark.visit_id, None)
-        if index is not None:  # else it has come back before, or after all bins
+        state = self._open.pop(mark.visit_id, None)
+        if state is not None:  # else it has come back before, or after all bins
+            index, num_tokens = state
+            self._open_tokens[mark.kind][index] -= num_tokens
             self._observe(mark.kind, index, 1.0, now_s)
 
     def _observe(self, kind: int, index: int, returned: float, at_s: float) -> None:
@@ -179,17 +201,26 @@ class ReuseModel:
         prior = _PRIOR_WEIGHT * unit
         for kind in range(self._next, self._next + num_kinds):
             kind %= _NUM_KINDS
-            hazards = self._hazards(kind, prior)
+            hazards = self._hazards(kind, prior, 1.0)
             self._chances[kind] = _chances(hazards, discount_s)
             if host_discount_s is not None:
                 self._host_chances[kind] = _chances(hazards, host_discount_s)
+            # How many come is soon known, when they come is not: what is kept for them while they
+            # are away costs offline work, and one that never comes would be waited for at each age.
+            share = self._share_of_prior(kind, prior)
+            self._soon[kind] = _chances(self._hazards(kind, prior, share), self._horizon_s)
         self._next = (self._next + num_kinds) % _NUM_KINDS
 
-    def _hazards(self, kind: int, prior: float) -> list[float]:
-        """Of those that reach a bin, the share that comes back in it. What is believed as long as
-        nothing is known weighs as much as `prior` observations."""
+    def _hazards(self, kind: int, prior: float, share: float) -> list[float]:
+        """Of those that reach a bin, the share that comes back in it. share: of the belief held as
+        long as nothing is known, which weighs as much as `prior` observations."""
         observed = zip(self._returned[kind], self._at_risk[kind], _PRIOR_HAZARDS, strict=True)
-        return [(came + prior * before) / (seen + prior) for came, seen, before in observed]
+        return [(came + prior * share * before) / (seen + prior) for came, seen, before in observed]
+
+    def _share_of_prior(self, kind: int, prior: float) -> float:
+        """Returns seen at all ages, of those that were believed in; 1 at most."""
+        believed = sum(n * p for n, p in zip(self._at_risk[kind], _PRIOR_HAZARDS, strict=True))
+        return min((sum(self._returned[kind]) + prior) / (believed + prior), 1.0)
 
     @staticmethod
     def next_change_s(age_s: float) -> float:
@@ -206,6 +237,16 @@ class ReuseModel:
             return 0.0
         chances = self._host_chances if on_host else self._chances
         return chances[kind][bisect_right(BIN_EDGES_S, age_s) - 1]
+
+    def expected_tokens(self) -> float:
+        """Of the contexts that have not come back yet, what is needed of those that are expected to
+        soon [tokens]: a return after t seconds counts exp(-t / horizon_s)."""
+        return sum(
+            chance * tokens
+            for table, counts in zip(self._soon, self._open_tokens, strict=True)
+            for chance, tokens in zip(table, counts, strict=True)
+            if tokens
+        )
 
 
 def _chances(hazards: Sequence[float], discount_s: float) -> list[float]:

@@ -121,6 +121,14 @@ class KvValue:
         """There is host memory to copy to."""
         return self.transfer_s < math.inf
 
+    @property
+    def loading_share(self) -> float:
+        """Cost of loading a token as a share of recomputing it, 0 to 1; 1: there is no host
+        memory."""
+        if not self.has_host:
+            return 1.0
+        return min(self.costs.to_units(self.transfer_s), 1.0)
+
     def gain_of_copying(self, node: KvNode, now_s: float, *, is_ahead: bool = True) -> float:
         """Per token, of copying it to host memory before it is evicted: `of_copy` less the way
         there. Above 0: it is worth it.

@@ -99,6 +99,7 @@ def test_preemptions_change_no_token(
     flags = {"hicache_size": 0, "hicache_ratio": 3, "hicache_write_policy": "write_back"}
     engine = make_engine(
         policy="hygen",
+        config={"kv": {"reservation": "off"}},
         max_total_tokens=num_tokens,
         switches=switches,
         **{"overlap": True} | loop | (flags if switches else {}),

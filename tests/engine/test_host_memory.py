@@ -105,6 +105,7 @@ def test_tokens_are_the_same_with_host_memory(
     engine = make_engine(
         policy="hygen",
         overlap=True,
+        config={"kv": {"reservation": "off"}},
         max_total_tokens=608,
         page_size=page_size,
         hicache_write_policy=write,
@@ -135,7 +136,7 @@ def with_host(make_engine, *, kv=None, **flags):
     flags = {"hicache_write_policy": "write_back", "hicache_ratio": 3, **flags}
     return make_engine(
         policy="hygen",
-        config={"kv": kv or {}},
+        config={"kv": {"reservation": "off", **(kv or {})}},
         max_total_tokens=600,
         **HOST,
         **flags,

@@ -25,8 +25,22 @@ def test_the_reservation_of_echo_is_mean_and_deviations_of_what_online_requests_
     assert manager.online_reservation == kv.port.kv_total(manager._scheduler)
 
 
-def test_nothing_is_reserved_by_default(make_engine):
-    assert make_engine(policy="cosched").scheduler.cosched.kv.online_reservation == 0
+@pytest.mark.parametrize(("token_s", "is_reserved"), [(1e-6, False), (0.1, True)])
+def test_memory_is_reserved_for_contexts_whose_loss_makes_a_request_late(
+    make_engine, monkeypatch, token_s, is_reserved
+):
+    """More contexts may be expected back than fit. Offline requests would wait for ever for memory
+    of contexts that are soon computed again."""
+    engine = make_engine(policy="hygen")
+    manager = engine.scheduler.cosched.kv
+    monkeypatch.setattr(manager.leaves.value.costs, "seconds", lambda a, b: (b - a) * token_s)
+    for i in range(4):
+        engine.submit(f"r{i}", prompt(i, 150), max_new_tokens=2)
+    engine.run_until_idle()
+    assert (manager.reuse.expected_tokens() > 100) == is_reserved
+    manager._learn(1e6, 0)
+    assert (manager.online_reservation > 100) == is_reserved
+    assert manager.online_reservation <= kv.port.kv_total(manager._scheduler)
 
 
 def test_if_the_eviction_list_fails_sglangs_order_is_used(make_engine):

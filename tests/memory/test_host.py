@@ -56,6 +56,7 @@ def test_nothing_is_copied_where_computing_is_faster(transfer_s):
     kv = HostKv(transfer_s=transfer_s)
     node = visited(kv, context(1, 50))
     assert kv.value.of_copy(node, 0.0) == 0 >= kv.gain(node)
+    assert kv.value.loading_share == 1.0
 
 
 def test_copies_that_are_worth_least_go_first_and_doubles_before_them():

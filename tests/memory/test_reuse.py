@@ -37,7 +37,9 @@ class Chat:
             hashes = block_hashes(tokens(number, count))
             turn = self.model.arrived(hashes, time_s)
             assert turn == (1 if count == 200 else 2)
-            self.model.ended(hashes, turn=turn, num_tokens=count + 20, now_s=time_s)
+            self.model.ended(
+                hashes, turn=turn, num_tokens=count + 20, num_needed=count + 20, now_s=time_s
+            )
         self.model.refresh(time_s)
         return time_s
 
@@ -47,7 +49,7 @@ def test_the_share_that_comes_back_is_learned(share):
     model = ReuseModel()
     Chat(model).run(sessions=600, share=share, think_s=20.0)
     hashes = block_hashes(tokens(-1, 200))
-    kind = model.ended(hashes, turn=1, num_tokens=220, now_s=1e4)
+    kind = model.ended(hashes, turn=1, num_tokens=220, num_needed=220, now_s=1e4)
     assert model.chance(kind, 0.0) == pytest.approx(share, abs=0.1)
     assert model.chance(kind, 100.0) < 0.5 + share / 10, "all that come back have come"
     assert model.chance(kind, 2 * BIN_EDGES_S[-1]) == 0.0
@@ -66,8 +68,12 @@ def test_a_return_that_takes_longer_counts_less_where_memory_is_turned_over_fast
 def test_kinds_are_learned_apart():
     model = ReuseModel()
     Chat(model).run(sessions=400, share=0.9, think_s=10.0)
-    once = model.ended(block_hashes(tokens(-1, 200)), turn=1, num_tokens=220, now_s=1e4)
-    twice = model.ended(block_hashes(tokens(-2, 200)), turn=2, num_tokens=220, now_s=1e4)
+    once = model.ended(
+        block_hashes(tokens(-1, 200)), turn=1, num_tokens=220, num_needed=220, now_s=1e4
+    )
+    twice = model.ended(
+        block_hashes(tokens(-2, 200)), turn=2, num_tokens=220, num_needed=220, now_s=1e4
+    )
     # No session had a third turn.
     assert model.chance(once, 0.0) > 0.7 > 0.2 > model.chance(twice, 0.0)
 
@@ -80,10 +86,35 @@ def test_what_changed_long_ago_is_forgotten():
     for number in range(1000, 1300):
         hashes = block_hashes(tokens(number, 200))
         now_s = end_s + (number - 1000) * 20.0
-        model.ended(hashes, turn=model.arrived(hashes, now_s), num_tokens=220, now_s=now_s)
+        model.ended(
+            hashes, turn=model.arrived(hashes, now_s), num_tokens=220, num_needed=220, now_s=now_s
+        )
     model.advance(now_s + 1000.0)
     model.refresh(now_s + 1000.0)
     assert model.chance(0, 0.0) < 0.2
+
+
+def test_expected_tokens_are_those_that_have_not_come_back_times_their_chance():
+    model = ReuseModel()
+    Chat(model).run(sessions=400, share=0.5, think_s=10.0)
+    model.advance(12_000.0)  # everybody has come back or is given up
+    model.refresh(12_000.0)
+    assert model.expected_tokens() == 0
+    hashes = block_hashes(tokens(-1, 200))
+    kind = model.ended(hashes, turn=1, num_tokens=1000, num_needed=1000, now_s=12_000.0)
+    model.refresh(12_000.0, discount_s=120.0)
+    assert model.expected_tokens() == pytest.approx(1000 * model.chance(kind, 0.0), rel=0.1)
+    model.arrived(block_hashes(tokens(-1, 300)), 12_005.0)
+    assert model.expected_tokens() == 0
+
+
+@pytest.mark.parametrize("num_needed", [0, 100])
+def test_only_what_is_needed_of_a_context_is_expected(num_needed):
+    model = ReuseModel()
+    kind = model.ended([1], turn=1, num_tokens=1000, num_needed=num_needed, now_s=0.0)
+    model.refresh(0.0, discount_s=120.0)
+    expected = num_needed * model.chance(kind, 0.0)
+    assert model.expected_tokens() == pytest.approx(expected, rel=0.1)
 
 
 @given(st.integers(0, 300), st.integers(0, 300))
@@ -114,9 +145,25 @@ def test_a_clock_may_begin_anywhere():
         now_s = 2e9 + 1000.0 * step
         hashes = block_hashes(tokens(step, 200))
         turn = model.arrived(hashes, now_s)
-        model.ended(hashes, turn=turn, num_tokens=220, now_s=now_s)
+        model.ended(hashes, turn=turn, num_tokens=220, num_needed=220, now_s=now_s)
         model.arrived(hashes, now_s + 5.0)
         model.refresh(now_s)
     assert model.chance(0, 0.0) > 0.8
     model.refresh(1e12)
     assert 0.5 < model.chance(0, 0.0) < 0.9, "what was learned is long forgotten"
+
+
+def test_who_never_comes_back_is_not_waited_for_at_later_ages():
+    """Chat without second turns: what it may hold in two minutes is known before they are over."""
+    model = ReuseModel(horizon_s=120.0)
+    for second in range(40):
+        hashes = [10_000 + second]
+        model.arrived(hashes, float(second))
+        model.ended(hashes, turn=1, num_tokens=1000, num_needed=1000, now_s=second + 0.5)
+    model.advance(40.0)
+    believed = model.expected_tokens()
+    model.refresh(40.0)
+    assert believed > 12_000
+    assert model.expected_tokens() < 0.25 * believed
+    kind = model.ended([99], turn=1, num_tokens=1000, num_needed=1000, now_s=40.0)
+    assert model.chance(kind, 16.0) > 0.25, "its memory is not given away before it is known"

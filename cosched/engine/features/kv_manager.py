@@ -154,7 +154,7 @@ class KvManager(Feature):
         self.plans = port.parallel().plans
         self._visitors: dict[str, _Visitor] = {}
         """Online requests under way, by rid."""
-        self.reuse = ReuseModel(half_life_s=config.half_life_s)
+        self.reuse = ReuseModel(half_life_s=config.half_life_s, horizon_s=config.horizon_s)
         self.costs = RecomputeCosts()
         value = KvValue(self.reuse, self.costs, late_weight=config.late_weight)
         value.transfer_s = transfer_s_of(scheduler, config.host_bandwidth_gb_s)
@@ -294,6 +294,7 @@ class KvManager(Feature):
             visitor.hashes,
             turn=visitor.turn,
             num_tokens=num_tokens,
+            num_needed=round(num_tokens * self.leaves.value.lateness(num_tokens, ttft_s)),
             now_s=now_s,
         )
         visit = Visit(kind, now_s, num_tokens, ttft_s)
@@ -306,7 +307,20 @@ class KvManager(Feature):
         self._host_turnover.learn(self.core.evicted["host"], elapsed_s)
         self._learnt_s = now_s
         if self.reservation is not None:
-            self.reservation.sample(num_own + self.core.num_held_online, now_s)
+            self.reservation.sample(self._online_tokens(self.reservation, num_own), now_s)
+
+    def _online_tokens(self, reservation: Reservation, num_own: int) -> int:
+        """Held by online requests, and needed by those that are expected to continue. num_own:
+        those that they hold outside the tree."""
+        held = num_own + self.core.num_held_online
+        if not reservation.counts_returning:
+            return held
+        expected = self.reuse.expected_tokens()
+        # KV in host memory needs no place on the device until it is used again. It counts by the
+        # time of loading it, relative to the time of computing it.
+        on_host = min(expected, port.host_total(self._scheduler))
+        expected -= on_host * (1.0 - self.leaves.value.loading_share)
+        return held + round(expected)
 
     @property
     def num_copied(self) -> int:

@@ -61,6 +61,8 @@ class ArrivalRate:
 class ArrivalReservation:
     """What online requests would hold at the predicted rate, and at least what they hold."""
 
+    counts_returning = False
+
     def __init__(self, *, window_s: float = WINDOW_S, deviations: float = 2.0) -> None:
         """window_s: over which what they hold is measured [s]"""
         self._demand = OnlineDemand(window_s=window_s, deviations=deviations)

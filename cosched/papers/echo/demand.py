@@ -1,8 +1,7 @@
 """KV kept for online requests: mean and deviations of their demand in a sliding window (Echo §5.3).
 
 Echo bounds what offline requests may hold by what online ones held in the last hour: mean plus two
-deviations. It is Echo's alone: in cosched's own policies an online request takes the memory of
-offline ones at once, and a reservation costs a batch more than it wins for chat
+deviations. It is Echo's alone: in a burst it costs a batch more than it wins for chat
 (docs/results/mechanisms.md).
 """
 
@@ -53,6 +52,8 @@ class OnlineDemand:
 
 class EchoReservation:
     """Mean plus deviations of what online requests hold."""
+
+    counts_returning = False
 
     def __init__(self, *, window_s: float = 3600.0, deviations: float = 2.0) -> None:
         self._demand = OnlineDemand(window_s=window_s, deviations=deviations)

@@ -94,7 +94,7 @@ def test_an_order_of_eviction_is_a_word_behind_the_setting():
     stock = spec_with_kv("priority/slru", 6_000)
     assert engine_flags(stock)[-2:] == ["--radix-eviction-policy", "slru"]
     assert "--radix-eviction-policy" not in engine_flags(spec_with_kv("priority", 6_000))
-    ours = spec_with_kv("hygen/echo", 6_000)
+    ours = spec_with_kv("hygen/echo", 6_000, config=(("kv", {"reservation": "off"}),))
     flags = engine_flags(ours)
     assert flags[flags.index("--radix-eviction-policy") + 1] == "lru", "the order is ours"
     assert setting_of("hygen/lru") == with_eviction(setting_of("hygen"), "lru")
