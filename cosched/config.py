@@ -311,7 +311,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         given."""
         own = policy_entry(self.policy).kv
         order = self.kv.eviction or own.eviction or "value"
-        reservation = self.kv.reservation or own.reservation or "returning"
+        reservation = self.kv.reservation or own.reservation or "cosched"
         for name, value, known in (
             ("eviction", order, EVICTION_NAMES),
             ("reservation", reservation, RESERVATIONS),

@@ -19,7 +19,7 @@ from typing import Any
 from cosched.errors import ConfigError, CoschedError, choices
 from cosched.memory.config import ENGINE_ORDERS
 from cosched.memory.eviction import EvictionOrder, ValueOrder
-from cosched.memory.reservation import Reservation, ReturningReservation
+from cosched.memory.reservation import DemandReservation, Reservation
 from cosched.memory.value import KvValue
 from cosched.papers.bros import names as bros
 from cosched.papers.echo import names as echo
@@ -111,7 +111,7 @@ EVICTION_ORDERS: Mapping[str, Callable[[KvValue], EvictionOrder]] = {
 }
 EVICTION_NAMES = (*EVICTION_ORDERS, *ENGINE_ORDERS)
 RESERVATIONS: Mapping[str, Callable[..., Reservation] | None] = {
-    "returning": ReturningReservation,
+    "cosched": DemandReservation,
     "off": None,
     "echo": EchoReservation,
     "echo-arrivals": ArrivalReservation,

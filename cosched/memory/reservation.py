@@ -1,8 +1,13 @@
-"""KV memory kept for online requests: what a kind of reservation does."""
+"""KV memory kept for online requests: what a reservation does, and the default's."""
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from typing import Protocol
+
+_MAX_RESERVED = 0.75
+"""Of the memory beyond the present demand, most that is kept for its growth."""
 
 
 class Reservation(Protocol):
@@ -26,22 +31,63 @@ class Reservation(Protocol):
         ...
 
 
-class ReturningReservation:
-    """What online requests hold, and contexts that are expected back, as far as their loss would
-    make a request late: the order of eviction protects them from what waits, and not from offline
-    requests that run. How much chat held earlier does not count: in a burst an online request takes
-    the memory of offline ones at once (docs/results/kv_memory.md)."""
+class OnlineDemand:
+    """Samples of a number of tokens, taken at even times."""
+
+    def __init__(self, *, window_s: float, deviations: float) -> None:
+        self._window_s = window_s
+        self.deviations = deviations
+        self._samples: deque[tuple[float, int]] = deque()
+        self._sum = 0
+        self._squares = 0
+        self.now = 0
+        """The newest sample [tokens]."""
+
+    def sample(self, num_tokens: int, now_s: float) -> None:
+        """The demand is `num_tokens` now. O(1) amortized."""
+        self.now = num_tokens
+        self._samples.append((now_s, num_tokens))
+        self._sum += num_tokens
+        self._squares += num_tokens * num_tokens
+        while self._samples[0][0] <= now_s - self._window_s:
+            _, gone = self._samples.popleft()
+            self._sum -= gone
+            self._squares -= gone * gone
+
+    @property
+    def threshold(self) -> int:
+        """Mean plus deviations of the window, as published (Echo §5.3) [tokens]; 0 before the first
+        sample."""
+        if not self._samples:
+            return 0
+        mean = self.mean
+        variance = max(self._squares / len(self._samples) - mean * mean, 0.0)
+        return round(mean + self.deviations * math.sqrt(variance))
+
+    @property
+    def mean(self) -> float:
+        """Of the window [tokens]; 0 before the first sample."""
+        return self._sum / len(self._samples) if self._samples else 0.0
+
+
+class DemandReservation:
+    """Mean and deviations of the demand (Echo §5.3), and at least the demand of now: a burst is
+    answered at once, and the window only decides how long it is remembered. The demand has contexts
+    that are expected back, as far as their loss would make a request late: the order of eviction
+    protects them from what waits, and not from offline requests that run."""
 
     counts_returning = True
 
-    def __init__(self, *, window_s: float, deviations: float) -> None:
-        self._now = 0
+    def __init__(self, *, window_s: float = 300.0, deviations: float = 2.0) -> None:
+        self._demand = OnlineDemand(window_s=window_s, deviations=deviations)
 
     def arrived(self, now_s: float) -> None:
-        """It is seen in what they hold."""
+        """It is seen in the demand."""
 
     def sample(self, num_tokens: int, now_s: float) -> None:
-        self._now = num_tokens
+        self._demand.sample(num_tokens, now_s)
 
     def tokens(self, total: int) -> int:
-        return min(self._now, total)
+        now = min(self._demand.now, total)  # it counts contexts that may come back: more than fits
+        most = now + int(_MAX_RESERVED * (total - now))
+        return min(max(self._demand.now, self._demand.threshold), most)

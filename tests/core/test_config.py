@@ -84,7 +84,7 @@ def test_a_policy_of_another_package_may_name_its_order(monkeypatch):
     entry = replace(POLICIES["hygen"], kv=KvConfig(eviction="slru"))
     monkeypatch.setitem(sys.modules, "somebody", SimpleNamespace(theirs=entry))
     found = Config(policy="somebody:theirs").named_kv()
-    assert (found.eviction, found.reservation) == ("slru", "returning")
+    assert (found.eviction, found.reservation) == ("slru", "cosched")
     wrong = replace(entry, kv=KvConfig(eviction="fifo"))
     monkeypatch.setitem(sys.modules, "nobody", SimpleNamespace(theirs=wrong))
     with pytest.raises(ConfigError, match="'fifo' is unknown"):

@@ -177,7 +177,8 @@ class KvManager(Feature):
         kind = RESERVATIONS[config.reservation]
         self.reservation: Reservation | None = None
         if kind is not None:
-            self.reservation = kind(window_s=config.window_s, deviations=config.deviations)
+            window = {} if config.window_s is None else {"window_s": config.window_s}
+            self.reservation = kind(deviations=config.deviations, **window)
         self._gone: list[TrackedRequest] = []
         self._num_plans = 0
         self._learnt_s = -math.inf

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import deque
 
-from cosched.papers.echo.demand import OnlineDemand
+from cosched.memory.reservation import OnlineDemand
 
 WINDOW_S = 900.0
 BIN_S = 10.0
@@ -63,7 +63,7 @@ class ArrivalReservation:
 
     counts_returning = False
 
-    def __init__(self, *, window_s: float = WINDOW_S, deviations: float = 2.0) -> None:
+    def __init__(self, *, window_s: float = 3600.0, deviations: float = 2.0) -> None:
         """window_s: over which what they hold is measured [s]"""
         self._demand = OnlineDemand(window_s=window_s, deviations=deviations)
         self._rate = ArrivalRate(deviations=deviations)

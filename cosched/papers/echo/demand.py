@@ -1,53 +1,12 @@
 """KV kept for online requests: mean and deviations of their demand in a sliding window (Echo §5.3).
 
 Echo bounds what offline requests may hold by what online ones held in the last hour: mean plus two
-deviations. It is Echo's alone: in a burst it costs a batch more than it wins for chat
-(docs/results/mechanisms.md).
+deviations. The default's reservation is `cosched.memory.reservation.DemandReservation`.
 """
 
 from __future__ import annotations
 
-import math
-from collections import deque
-
-
-class OnlineDemand:
-    """Samples of a number of tokens, taken at even times."""
-
-    def __init__(self, *, window_s: float, deviations: float) -> None:
-        self._window_s = window_s
-        self.deviations = deviations
-        self._samples: deque[tuple[float, int]] = deque()
-        self._sum = 0
-        self._squares = 0
-        self.now = 0
-        """The newest sample [tokens]."""
-
-    def sample(self, num_tokens: int, now_s: float) -> None:
-        """The demand is `num_tokens` now. O(1) amortized."""
-        self.now = num_tokens
-        self._samples.append((now_s, num_tokens))
-        self._sum += num_tokens
-        self._squares += num_tokens * num_tokens
-        while self._samples[0][0] <= now_s - self._window_s:
-            _, gone = self._samples.popleft()
-            self._sum -= gone
-            self._squares -= gone * gone
-
-    @property
-    def threshold(self) -> int:
-        """Mean plus deviations of the window, as published (Echo §5.3) [tokens]; 0 before the first
-        sample."""
-        if not self._samples:
-            return 0
-        mean = self.mean
-        variance = max(self._squares / len(self._samples) - mean * mean, 0.0)
-        return round(mean + self.deviations * math.sqrt(variance))
-
-    @property
-    def mean(self) -> float:
-        """Of the window [tokens]; 0 before the first sample."""
-        return self._sum / len(self._samples) if self._samples else 0.0
+from cosched.memory.reservation import OnlineDemand
 
 
 class EchoReservation:
