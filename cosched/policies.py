@@ -18,14 +18,13 @@ from typing import Any
 
 from cosched.errors import ConfigError, CoschedError, choices
 from cosched.memory.config import ENGINE_ORDERS
+from cosched.memory.demand import DemandReservation, NoReservation, Reservation
 from cosched.memory.eviction import EvictionOrder, ValueOrder
-from cosched.memory.reservation import DemandReservation, Reservation
 from cosched.memory.value import KvValue
 from cosched.papers.bros import names as bros
 from cosched.papers.echo import names as echo
 from cosched.papers.echo.arrival_rate import ArrivalReservation
-from cosched.papers.echo.demand import EchoReservation
-from cosched.papers.echo.kv_order import EchoOrder
+from cosched.papers.echo.kv_order import EchoOrder, EchoReservation
 from cosched.papers.ecoserve import names as ecoserve
 from cosched.papers.hygen import names as hygen
 from cosched.pool.prefix_pool import PoolConfig
@@ -110,9 +109,9 @@ EVICTION_ORDERS: Mapping[str, Callable[[KvValue], EvictionOrder]] = {
     "echo": EchoOrder,
 }
 EVICTION_NAMES = (*EVICTION_ORDERS, *ENGINE_ORDERS)
-RESERVATIONS: Mapping[str, Callable[..., Reservation] | None] = {
+RESERVATIONS: Mapping[str, Callable[..., Reservation]] = {
     "cosched": DemandReservation,
-    "off": None,
+    "off": NoReservation,
     "echo": EchoReservation,
     "echo-arrivals": ArrivalReservation,
 }

@@ -11,8 +11,29 @@ import cosched.bootstrap  # noqa: F401  # before SGLang
 from cosched.core.plan import Plan
 from cosched.engine.features import kv_manager as kv
 from cosched.engine.tracked import num_cached
+from cosched.memory.demand import DemandReservation
 from tests.engine.conftest import OFFLINE, prompt, view_now, watch_plans
 from tests.engine.test_offline_gate import send_limits
+
+
+@pytest.mark.parametrize(
+    ("now", "reserve", "kept"),
+    [
+        (20_000, 50_000, 50_000),
+        (20_000, 100_000, 80_000),  # a quarter of what is left is for offline requests
+        (96_000, 120_000, 99_000),  # where online requests fill the memory that is little
+        (110_000, 120_000, 100_000),  # contexts that may come back: never more than the memory
+    ],
+)
+def test_growth_of_the_demand_is_reserved_up_to_a_share_of_the_rest(
+    monkeypatch, now, reserve, kept
+):
+    monkeypatch.setattr(kv.port, "kv_total", lambda scheduler: 100_000)
+    manager = object.__new__(kv.KvManager)
+    manager._scheduler = None
+    manager.reservation = DemandReservation()
+    manager.reservation._demand = SimpleNamespace(now=now, threshold=reserve)
+    assert manager.online_reservation == kept
 
 
 def test_the_reservation_of_echo_is_mean_and_deviations_of_what_online_requests_hold(make_engine):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cosched.papers.echo.demand import EchoReservation
+from cosched.papers.echo.kv_order import EchoReservation
 
 
 @given(st.lists(st.integers(0, 10**6), max_size=60), st.floats(0, 3))

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, nullcontext
 from dataclasses import dataclass, field
 
+from cosched.batch.config import BatchesConfig
 from cosched.batch.jsonl.client import Client
 from cosched.batch.jsonl.errors import first_error
 from cosched.batch.jsonl.journal import Journal
@@ -20,8 +21,6 @@ from cosched.batch.jsonl.server import OwnServer, RunningServer
 from cosched.batch.jsonl.source import Source
 
 _MAX_SENDING_BYTES = 256 << 20  # 256 requests of 16 MiB would be 4 GiB
-_MOST_MEDIA = 128
-"""Lines with images, video or sound at the server, as `BatchesConfig.media_in_flight`."""
 _ORDERED_WINDOW = 4  # times the concurrency: how far an ordered job may run ahead of its output
 _MAX_SORTED_BYTES = 64 << 20
 _SHOW_EVERY_S = 0.5
@@ -82,7 +81,7 @@ class Job:
         self._show = show
         self._sink = OrderedSink(self._write) if ordered else None
         self._most_sorted = min(max(concurrency * _ORDERED_WINDOW // 2, 1), SORTED_TOGETHER)
-        self._media_places = asyncio.Semaphore(_MOST_MEDIA)
+        self._media_places = asyncio.Semaphore(BatchesConfig().media_in_flight)
         self._window = Window(
             max_sending=concurrency,
             max_unwritten=concurrency * (_ORDERED_WINDOW if ordered else 1),

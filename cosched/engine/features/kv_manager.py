@@ -35,7 +35,6 @@ from cosched.memory.config import KvConfig
 from cosched.memory.eviction import CopyOrder, Eviction, LeastRecentlyUsed, Leaves
 from cosched.memory.node import KvNode, Visit
 from cosched.memory.occupancy import HostOccupancy, KvOccupancy, UseCount, dealt
-from cosched.memory.reservation import Reservation
 from cosched.memory.reuse import ReuseModel, block_hashes
 from cosched.memory.value import KvValue, RecomputeCosts
 from cosched.policies import EVICTION_ORDERS, RESERVATIONS
@@ -174,11 +173,9 @@ class KvManager(Feature):
             self.core.use_host(self.copies, partial(port.host_free, scheduler))
         self.core.watch(scheduler.tree_cache, self.leaves, self.readers, is_given=self._is_ranked)
         self._uses = UseCount(self.core, value)
-        kind = RESERVATIONS[config.reservation]
-        self.reservation: Reservation | None = None
-        if kind is not None:
-            window = {} if config.window_s is None else {"window_s": config.window_s}
-            self.reservation = kind(deviations=config.deviations, **window)
+        self.reservation = RESERVATIONS[config.reservation](
+            window_s=config.window_s, deviations=config.deviations
+        )
         self._gone: list[TrackedRequest] = []
         self._num_plans = 0
         self._learnt_s = -math.inf
@@ -192,8 +189,7 @@ class KvManager(Feature):
             hashes = block_hashes(request.req.origin_input_ids)
             now_s = self._waiting.clock.now_s()
             turn = self.reuse.arrived(hashes, now_s)
-            if self.reservation is not None:
-                self.reservation.arrived(now_s)
+            self.reservation.arrived(now_s)
             self._visitors[request.rid] = _Visitor(hashes, turn)
 
     def on_queued(self, request: TrackedRequest) -> None:
@@ -302,19 +298,17 @@ class KvManager(Feature):
         self.core.left(tracked.req.last_node, visit)
 
     def _learn(self, now_s: float, num_own: int) -> None:
-        """num_own: tokens that online requests hold outside the tree."""
         elapsed_s = now_s - self._learnt_s
         self._device_turnover.learn(self.core.evicted["all"], elapsed_s)
         self._host_turnover.learn(self.core.evicted["host"], elapsed_s)
         self._learnt_s = now_s
-        if self.reservation is not None:
-            self.reservation.sample(self._online_tokens(self.reservation, num_own), now_s)
+        self.reservation.sample(self._online_tokens(num_own), now_s)
 
-    def _online_tokens(self, reservation: Reservation, num_own: int) -> int:
+    def _online_tokens(self, num_own: int) -> int:
         """Held by online requests, and needed by those that are expected to continue. num_own:
         those that they hold outside the tree."""
         held = num_own + self.core.num_held_online
-        if not reservation.counts_returning:
+        if not self.reservation.counts_returning:
             return held
         expected = self.reuse.expected_tokens()
         # KV in host memory needs no place on the device until it is used again. It counts by the
@@ -385,6 +379,4 @@ class KvManager(Feature):
     @property
     def online_reservation(self) -> int:
         """Tokens that are reserved for online requests (`KvState.kept`)."""
-        if self.reservation is None:
-            return 0
         return self.reservation.tokens(port.kv_total(self._scheduler))

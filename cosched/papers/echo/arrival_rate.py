@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import deque
 
-from cosched.memory.reservation import OnlineDemand
+from cosched.memory.demand import DemandReservation
 
 WINDOW_S = 900.0
 BIN_S = 10.0
@@ -58,14 +58,15 @@ class ArrivalRate:
         return (mean + self._deviations * spread) / BIN_S
 
 
-class ArrivalReservation:
+class ArrivalReservation(DemandReservation):
     """What online requests would hold at the predicted rate, and at least what they hold."""
 
     counts_returning = False
+    default_window_s = 3600.0
 
-    def __init__(self, *, window_s: float = 3600.0, deviations: float = 2.0) -> None:
+    def __init__(self, *, window_s: float | None = None, deviations: float = 2.0) -> None:
         """window_s: over which what they hold is measured [s]"""
-        self._demand = OnlineDemand(window_s=window_s, deviations=deviations)
+        super().__init__(window_s=window_s, deviations=deviations)
         self._rate = ArrivalRate(deviations=deviations)
         self._growth = 1.0
         """Predicted over mean rate."""
@@ -74,7 +75,7 @@ class ArrivalReservation:
         self._rate.arrived(now_s)
 
     def sample(self, num_tokens: int, now_s: float) -> None:
-        self._demand.sample(num_tokens, now_s)
+        super().sample(num_tokens, now_s)
         self._rate.advance(now_s)
         mean = self._rate.mean
         self._growth = self._rate.predicted / mean if mean else 1.0

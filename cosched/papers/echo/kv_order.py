@@ -1,9 +1,10 @@
-"""What of the KV Echo evicts first."""
+"""What of the KV Echo evicts first, and what it keeps for online requests."""
 
 from __future__ import annotations
 
 import math
 
+from cosched.memory.demand import DemandReservation
 from cosched.memory.node import KvNode
 from cosched.memory.value import KvValue
 
@@ -21,3 +22,13 @@ class EchoOrder:
 
     def next_change_s(self, node: KvNode, now_s: float) -> float:
         return math.inf
+
+
+class EchoReservation(DemandReservation):
+    """Mean plus deviations of what online requests hold (§5.3)."""
+
+    counts_returning = False
+    default_window_s = 3600.0
+
+    def tokens(self, total: int) -> int:
+        return min(self._demand.threshold, total)

@@ -1,4 +1,10 @@
-"""KV memory kept for online requests: what a reservation does, and the default's."""
+"""KV kept for online requests: mean and deviation of their demand in a sliding window (Echo §5.3).
+
+Echo bounds what offline requests may hold by what online ones held in the last hour: mean plus two
+deviations. Here the demand also counts contexts that are about to return, whether or not they are
+still cached, and never less than the demand of now is kept: a burst is answered at once, and the
+window only decides how long it is remembered.
+"""
 
 from __future__ import annotations
 
@@ -8,27 +14,6 @@ from typing import Protocol
 
 _MAX_RESERVED = 0.75
 """Of the memory beyond the present demand, most that is kept for its growth."""
-
-
-class Reservation(Protocol):
-    """How much of the memory is kept.
-
-    counts_returning  `sample` also counts contexts that are expected back
-    """
-
-    counts_returning: bool
-
-    def arrived(self, now_s: float) -> None:
-        """An online request has arrived."""
-        ...
-
-    def sample(self, num_tokens: int, now_s: float) -> None:
-        """Online requests hold that many tokens now."""
-        ...
-
-    def tokens(self, total: int) -> int:
-        """Of `total` ones."""
-        ...
 
 
 class OnlineDemand:
@@ -70,15 +55,54 @@ class OnlineDemand:
         return self._sum / len(self._samples) if self._samples else 0.0
 
 
+class Reservation(Protocol):
+    """How much of the memory is kept.
+
+    counts_returning  the demand has contexts that are expected back
+    """
+
+    counts_returning: bool
+
+    def arrived(self, now_s: float) -> None:
+        """An online request has arrived."""
+        ...
+
+    def sample(self, num_tokens: int, now_s: float) -> None:
+        """The demand is `num_tokens` now."""
+        ...
+
+    def tokens(self, total: int) -> int:
+        """Of `total` ones."""
+        ...
+
+
+class NoReservation:
+    """Nothing is kept."""
+
+    counts_returning = False
+
+    def __init__(self, *, window_s: float | None = None, deviations: float = 2.0) -> None:
+        pass
+
+    def arrived(self, now_s: float) -> None:
+        pass
+
+    def sample(self, num_tokens: int, now_s: float) -> None:
+        pass
+
+    def tokens(self, total: int) -> int:
+        return 0
+
+
 class DemandReservation:
-    """Mean and deviations of the demand (Echo §5.3), and at least the demand of now: a burst is
-    answered at once, and the window only decides how long it is remembered. The demand has contexts
-    that are expected back, as far as their loss would make a request late: the order of eviction
-    protects them from what waits, and not from offline requests that run."""
+    """The threshold, and at least the demand of now. The order of eviction protects contexts that
+    are expected back from what waits, and not from offline requests that run."""
 
     counts_returning = True
+    default_window_s = 300.0
 
-    def __init__(self, *, window_s: float = 300.0, deviations: float = 2.0) -> None:
+    def __init__(self, *, window_s: float | None = None, deviations: float = 2.0) -> None:
+        window_s = self.default_window_s if window_s is None else window_s
         self._demand = OnlineDemand(window_s=window_s, deviations=deviations)
 
     def arrived(self, now_s: float) -> None:
@@ -88,6 +112,7 @@ class DemandReservation:
         self._demand.sample(num_tokens, now_s)
 
     def tokens(self, total: int) -> int:
-        now = min(self._demand.now, total)  # it counts contexts that may come back: more than fits
+        demand = self._demand
+        now = min(demand.now, total)  # it counts contexts that may come back: more than fits
         most = now + int(_MAX_RESERVED * (total - now))
-        return min(max(self._demand.now, self._demand.threshold), most)
+        return min(max(demand.now, demand.threshold), most)
