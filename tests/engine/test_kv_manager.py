@@ -1,4 +1,4 @@
-"""The KV manager: Echo's reservation, failures, lookups."""
+"""The KV manager: online reservation, failures, lookups."""
 
 from __future__ import annotations
 
