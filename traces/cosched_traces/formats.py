@@ -100,7 +100,8 @@ class _ServegenJob(msgspec.Struct):
 
 def _servegen_rows(path: Path) -> Iterator[Row]:
     for line, job in json_lines(path, _ServegenJob):
-        num_text, images = job.input_length, ()
+        num_text = job.input_length
+        images: tuple[tuple[str, int], ...] = ()
         if job.type == "multimodal" and num_text > SERVEGEN_TEXT_TOKENS:
             images = ((f"line {line}", num_text - SERVEGEN_TEXT_TOKENS),)
             num_text = SERVEGEN_TEXT_TOKENS
