@@ -106,11 +106,17 @@ class _Body:
         return message
 
 
+def add_outermost(app: Any, wrap: Callable[[App], App]) -> None:
+    """Put a middleware around all others, also those that SGLang adds later: its check of API keys.
+    Called before the application starts."""
+    build = app.build_middleware_stack
+    app.build_middleware_stack = lambda: wrap(build())
+
+
 def add_key_header(app: Any) -> None:
     """The API key of a request is also read from ``x-api-key``, which clients of Anthropic's API
     send: SGLang checks ``Authorization`` only. Called before the application starts."""
-    build = app.build_middleware_stack
-    app.build_middleware_stack = lambda: _KeyHeader(build())
+    add_outermost(app, _KeyHeader)
 
 
 class _KeyHeader:
@@ -132,9 +138,8 @@ def add_page(app: Any) -> None:
     It is served without an API key: a browser cannot send one when it opens an address. The page
     holds no data, and uses the key that the operator enters for its requests.
     """
-    build = app.build_middleware_stack
     page = files("cosched.server").joinpath("page.html").read_bytes()
-    app.build_middleware_stack = lambda: _Page(build(), page)
+    add_outermost(app, lambda inner: _Page(inner, page))
 
 
 class _Page:

@@ -41,7 +41,7 @@ from cosched.server.front import (
     told_of_abort,
     was_aborted,
 )
-from cosched.server.middleware import BodyLimit
+from cosched.server.middleware import BodyLimit, add_outermost
 from cosched.server.model_operations import (
     is_about_to_read,
     refusal_of,
@@ -119,6 +119,7 @@ def prepare_app(server_args: Any, *_: Any, **__: Any) -> None:
     values becomes 400; stock answers 500. Each route has a level, and answers show no secrets
     (`cosched.server.access`); stock's ``/server_info`` prints the admin key."""
     config = load_config()
+    _guard_access(server_args, config or Config())
     too_large = partial(_refuse_with, status=413)
     app.add_middleware(BodyLimit, limit=cache(_max_body_bytes), answer=too_large)
     # The last one added is the outermost: it adds a ``Retry-After`` only where there is none.
@@ -127,7 +128,6 @@ def prepare_app(server_args: Any, *_: Any, **__: Any) -> None:
         add_routes(app, config)
         if config.batches.is_on:
             add_batches(app, config, server_args)
-    _guard_access(server_args, config or Config())
     for kind in (ValueError, *_WRONG_VALUES):
         app.add_exception_handler(kind, _refuse)
     stock = app.exception_handlers[RequestValidationError]
@@ -141,7 +141,8 @@ def _max_body_bytes() -> int:
 
 
 def _guard_access(server_args: Any, config: Config) -> None:
-    app.add_middleware(
+    """Before SGLang's own check, which answers every endpoint in a form of its own."""
+    guard = partial(
         Access,
         keys=Keys(
             api=getattr(server_args, "api_key", None),
@@ -153,6 +154,7 @@ def _guard_access(server_args: Any, config: Config) -> None:
         answer=_refuse_with,
         has_metrics=bool(getattr(server_args, "enable_metrics", False)),
     )
+    add_outermost(app, guard)
 
 
 async def _refuse_with(scope: Any, message: str, status: int) -> Any:

@@ -102,6 +102,8 @@ def test_keys_come_in_anthropics_header_too(server):
             headers = {"x-api-key": key, "anthropic-version": "2023-06-01"}
             reply = httpx.post(f"{server.url}{path}", json=body, headers=headers, timeout=60)
             assert reply.status_code == status, reply.text
+            if status == 401:
+                assert reply.json()["error"]["type"] == "authentication_error", reply.text
 
 
 @pytest.mark.parametrize(("priority", "granted"), [("5", "offline"), ("-5", "online")])
