@@ -13,6 +13,8 @@ With a CUDA GPU it changes nothing. Without one it
   Qwen3.5 reads at import, without which no processor of Qwen's images could be imported;
 * defines the two operator schemas (``torchvision::nms``, ``torchvision::qnms``) that torchvision
   declares fakes for, when its compiled operators do not fit the installed torch;
+* leaves out the compiled operators of torchaudio, which may not fit either: SGLang reads sound with
+  what is written in Python;
 * drops SGLang's warnings about models and kernels that need a GPU (some 25 lines per process).
 
 SGLang's child processes need it too, and import ``sglang`` before they load plugins. With ``cosched
@@ -141,6 +143,24 @@ def _define_torchvision_schemas() -> None:
     globals()["_torchvision_library"] = library
 
 
+def _leave_out_torchaudio_operators() -> None:
+    """Let torchaudio do without its compiled operators, as it can where they are not built.
+
+    A CUDA build of torchaudio beside a CPU build of torch cannot be imported otherwise.
+    """
+    import torch
+
+    if torch.version.cuda is not None or "torchaudio" in sys.modules:
+        return
+    extension = ModuleType("torchaudio._extension")
+    vars(extension).update(
+        _IS_TORCHAUDIO_EXT_AVAILABLE=False,
+        _IS_ALIGN_AVAILABLE=False,
+        fail_if_no_align=lambda function: function,
+    )
+    sys.modules[extension.__name__] = extension
+
+
 _NEEDS_GPU = (
     "Only CUDA, .* currently",
     "Triton is not supported on current platform, roll back to CPU",
@@ -172,6 +192,7 @@ def prepare() -> None:
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
     _install_kernel_stand_in()
     _define_torchvision_schemas()
+    _leave_out_torchaudio_operators()
     _silence_missing_gpu()
 
 

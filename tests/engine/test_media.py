@@ -1,16 +1,22 @@
-"""A tiny Qwen2.5-VL with random weights, on a CPU: a real encoder inside the iterations."""
+"""A tiny Qwen2.5-VL and a tiny Qwen2-Audio with random weights, on a CPU: real encoders inside the
+iterations."""
 
 import json
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 
 from cosched.core.request import Media
 from tests.engine.conftest import OFFLINE, assert_drained, outputs
 from tests.engine.tiny_models import randomize
-from tests.vision_model import CONFIG
+from tests.media_models import AUDIO_CONFIG, CONFIG
 
 SIDE = 8  # patches
-IMAGE_TOKENS = SIDE * SIDE // 4
+NUM_TOKENS = SIDE * SIDE // 4
+"""Of an image or a sound."""
+NUM_FRAMES = 200
+"""Of a sound, most of which are silence that fills it up: four make a token."""
 HEAD = list(range(20, 60))
 # Of each request: its images, by seed. The second and the third begin alike, up to an image.
 LINES = {"one": [1], "other": [2], "both": [1, 2], "many": [3, 4, 5, 6], "text": []}
@@ -21,24 +27,31 @@ def image(seed, begin):
 
     pixels = torch.randn(SIDE * SIDE, 1176, generator=torch.Generator().manual_seed(seed))
     grid = {"image_grid_thw": torch.tensor([[1, SIDE, SIDE]])}
-    offsets = [(begin, begin + IMAGE_TOKENS - 1)]
+    offsets = [(begin, begin + NUM_TOKENS - 1)]
     return MultimodalDataItem(
         modality=Modality.IMAGE, feature=pixels, model_specific_data=grid, offsets=offsets
     )
 
 
-def prompt_with(seeds):
-    """Token ids, and what SGLang's processor makes of the images."""
-    from sglang.srt.layers.rotary_embedding import MRotaryEmbedding
-    from sglang.srt.managers.schedule_batch import MultimodalProcessorOutput
+def sound(seed, begin):
+    from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem
 
-    ids, items = [*HEAD], []
-    for seed in seeds:
-        items.append(image(seed, len(ids) + 1))
-        ids += [3, *[5] * IMAGE_TOKENS, 4]
-    ids += [10, 11, 12]
-    if not items:
-        return ids, None
+    random = torch.Generator().manual_seed(seed)
+    frames = torch.randn(
+        1, AUDIO_CONFIG["audio_config"]["num_mel_bins"], NUM_FRAMES, generator=random
+    )
+    return MultimodalDataItem(
+        modality=Modality.AUDIO,
+        feature=frames,
+        model_specific_data={"audio_feature_lens": torch.tensor([NUM_TOKENS])},
+        offsets=[(begin, begin + NUM_TOKENS - 1)],
+    )
+
+
+def positions_of(ids, images):
+    """In three dimensions, of Qwen2.5-VL."""
+    from sglang.srt.layers.rotary_embedding import MRotaryEmbedding
+
     positions, delta = MRotaryEmbedding.get_rope_index(
         spatial_merge_size=2,
         image_token_id=5,
@@ -47,29 +60,58 @@ def prompt_with(seeds):
         model_type="qwen2_5_vl",
         tokens_per_second=2,
         input_ids=torch.tensor([ids]),
-        image_grid_thw=torch.cat([item.image_grid_thw for item in items]),
+        image_grid_thw=torch.cat([image.image_grid_thw for image in images]),
     )
-    return ids, MultimodalProcessorOutput(
-        mm_items=items,
-        input_ids=ids,
-        im_token_id=5,
-        mrope_positions=positions.squeeze(1),
-        mrope_position_delta=delta,
-    )
+    return {"mrope_positions": positions.squeeze(1), "mrope_position_delta": delta}
 
 
-def serve(engine, lines=LINES):
+class Kind(NamedTuple):
+    """item: one of its images or sounds, by seed and place; encode: its method that computes them;
+    fields: more that SGLang's processor gives."""
+
+    config: dict[str, Any]
+    item: Any
+    encode: str
+    fields: Any
+
+
+IMAGES = Kind(CONFIG, image, "get_image_feature", positions_of)
+SOUNDS = Kind(
+    config=AUDIO_CONFIG
+    | {"audio_config": AUDIO_CONFIG["audio_config"] | {"max_source_positions": NUM_FRAMES // 2}},
+    item=sound,
+    encode="get_audio_feature",
+    fields=lambda ids, items: {"audio_token_id": 5},
+)
+
+
+def prompt_with(kind, seeds):
+    """Token ids, and what SGLang's processor makes of the images or sounds."""
+    from sglang.srt.managers.schedule_batch import MultimodalProcessorOutput
+
+    ids, items = [*HEAD], []
+    for seed in seeds:
+        items.append(kind.item(seed, len(ids) + 1))
+        ids += [3, *[5] * NUM_TOKENS, 4]
+    ids += [10, 11, 12]
+    if not items:
+        return ids, None
+    fields = {"im_token_id": 5, **kind.fields(ids, items)}
+    return ids, MultimodalProcessorOutput(mm_items=items, input_ids=ids, **fields)
+
+
+def serve(engine, kind):
     """The outputs, and the tokens that the encoder has computed."""
     model = engine.scheduler.tp_worker.model_runner.model
-    encode, computed = type(model).get_image_feature, []
+    encode, computed = getattr(type(model), kind.encode), []
 
-    def get_image_feature(items):
+    def count_and_encode(items):
         computed.extend(last - first + 1 for item in items for first, last in item.offsets)
         return encode(model, items)
 
-    model.get_image_feature = get_image_feature
-    for number, (rid, seeds) in enumerate(lines.items()):
-        ids, mm_inputs = prompt_with(seeds)
+    setattr(model, kind.encode, count_and_encode)
+    for number, (rid, seeds) in enumerate(LINES.items()):
+        ids, mm_inputs = prompt_with(kind, seeds)
         priority = OFFLINE if number % 2 else 0
         engine.submit(rid, ids, max_new_tokens=6, priority=priority, mm_inputs=mm_inputs)
     engine.run_until_idle()
@@ -77,12 +119,13 @@ def serve(engine, lines=LINES):
     return outputs(engine), sum(computed)
 
 
-def test_images_are_encoded_once_and_counted(make_engine, monkeypatch, tmp_path):
-    """The same tokens as stock SGLang; lines with other images share only what is before them."""
+@pytest.mark.parametrize("kind", [IMAGES, SOUNDS], ids=["images", "sounds"])
+def test_media_are_encoded_once_and_counted(kind, make_engine, monkeypatch, tmp_path):
+    """The same tokens as stock SGLang; lines with other media share only what is before them."""
     monkeypatch.setattr("sglang.srt.model_loader.loader.initialize_dummy_weights", randomize)
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "config.json").write_text(json.dumps(kind.config))
     served = {"model_path": tmp_path, "load_format": "dummy"}
-    expected, _ = serve(make_engine(policy="sglang", mixed=False, **served))
+    expected, _ = serve(make_engine(policy="sglang", mixed=False, **served), kind)
     engine = make_engine(policy="cosched", **served)
     shapes, waiting = [], {}
     controller = engine.scheduler.cosched
@@ -94,14 +137,14 @@ def test_images_are_encoded_once_and_counted(make_engine, monkeypatch, tmp_path)
         waiting[req.rid] = req.cosched
 
     monkeypatch.setattr(controller.waiting, "append", append)
-    found, computed = serve(engine)
+    found, computed = serve(engine, kind)
     assert found == expected and len({*map(tuple, found.values())}) > 1
     num_encoded = sum(sum(shape.encoded) for shape in shapes)
-    assert num_encoded == computed == 6 * IMAGE_TOKENS, "of six different images"
+    assert num_encoded == computed == 6 * NUM_TOKENS, "of six that differ"
     assert waiting["both"].traits.media == (Media(41, 16), Media(59, 16))
     assert not waiting["text"].traits.media
     head = len(HEAD) + 1
     ids = {rid: request.token_ids for rid, request in waiting.items()}
     assert ids["one"][:head] == ids["other"][:head]
-    assert ids["one"][head : head + IMAGE_TOKENS] != ids["other"][head : head + IMAGE_TOKENS]
-    assert ids["one"][: head + IMAGE_TOKENS] == ids["both"][: head + IMAGE_TOKENS]
+    assert ids["one"][head : head + NUM_TOKENS] != ids["other"][head : head + NUM_TOKENS]
+    assert ids["one"][: head + NUM_TOKENS] == ids["both"][: head + NUM_TOKENS]

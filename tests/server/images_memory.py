@@ -20,9 +20,9 @@ import psutil
 from cosched.config import ENV_VAR
 from cosched.lab.demo_model import ensure_demo_model
 from tests.batch.api import Api
+from tests.media_models import image_part, make_vision_model
 from tests.request_lines import chat
 from tests.serving import start_server
-from tests.vision_model import image_part, make_vision_model
 
 SIDE = 28 * 16  # 256 tokens
 
