@@ -76,6 +76,8 @@ class BatchTotals:
     max_decode_context   the largest of these [tokens]
     num_loaded           tokens whose KV comes back from host memory while the iteration runs
     num_encoded          tokens of images, video and sound that the model's encoder computes
+    num_encodings        requests whose images, video or sound these are: an encoder that fills up a
+                         sound with silence takes as long for a short one
     """
 
     __slots__ = (
@@ -87,6 +89,7 @@ class BatchTotals:
         "num_cached",
         "num_decodes",
         "num_encoded",
+        "num_encodings",
         "num_loaded",
         "num_new",
         "num_prefills",
@@ -104,6 +107,7 @@ class BatchTotals:
         self.max_decode_context = 0
         self.num_loaded = 0
         self.num_encoded = 0
+        self.num_encodings = 0
 
     @classmethod
     def of(cls, batch: BatchShape) -> BatchTotals:
@@ -114,8 +118,8 @@ class BatchTotals:
         totals.add_decodes(batch.decodes)
         totals.decode_context -= batch.num_repeated
         totals.num_loaded = batch.num_loaded
-        if batch.encoded:
-            totals.num_encoded = sum(batch.encoded)
+        for num_encoded in batch.encoded:
+            totals.add_encoded(num_encoded)
         return totals
 
     def add_prefill(self, num_new: int, num_cached: int) -> None:
@@ -175,6 +179,12 @@ class BatchTotals:
         """A request whose `num_tokens` tokens of KV are loaded from host memory."""
         self.num_loaded += num_tokens
 
+    def add_encoded(self, num_tokens: int) -> None:
+        """A request of whose images, video and sound `num_tokens` tokens are encoded; 0: none."""
+        if num_tokens:
+            self.num_encoded += num_tokens
+            self.num_encodings += 1
+
     def copy(self) -> BatchTotals:
         other = BatchTotals.__new__(BatchTotals)
         other.num_prefills = self.num_prefills
@@ -188,6 +198,7 @@ class BatchTotals:
         other.max_decode_context = self.max_decode_context
         other.num_loaded = self.num_loaded
         other.num_encoded = self.num_encoded
+        other.num_encodings = self.num_encodings
         return other
 
     def decodes_only(self) -> BatchTotals:

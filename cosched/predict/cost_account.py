@@ -231,7 +231,8 @@ def _weights(shape: BatchShape, predict_s: Callable[[BatchTotals], float]) -> Fl
         slopes = map(slope, _PREFILL)
         of_prefills = sum(s * add for s, add in zip(slopes, adds, strict=True))
         if totals.num_encoded:
-            of_prefills += slope("num_encoded") * np.array(shape.encoded, dtype=float)
+            encoded = np.array(shape.encoded, dtype=float)
+            of_prefills += slope("num_encoded") * encoded + slope("num_encodings") * (encoded > 0)
         weights = np.concatenate([of_prefills, weights])
         tokens = np.concatenate([new, tokens])
     return weights if weights.any() else tokens

@@ -48,6 +48,7 @@ class TotalsTable:
     decode_context: FloatArray
     max_decode_context: FloatArray
     num_encoded: FloatArray
+    num_encodings: FloatArray
 
     @classmethod
     def of(cls, totals: Sequence[BatchTotals]) -> TotalsTable:

@@ -78,10 +78,13 @@ def _amounts(totals: TotalsTable, *, has_prefills: bool) -> tuple[FloatArray, ..
         totals.num_new + totals.num_cached,
         totals.max_prefill_context,
         totals.num_encoded,
+        totals.num_encodings,
     )
 
 
-_NUM_AMOUNTS = {False: 5, True: 11}
+_NUM_AMOUNTS = {False: 5, True: 12}
+_NUM_OF_MEDIA = 2
+"""The last of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +174,7 @@ class PhaseCosts:
             + costs[8] * (num_new + totals.num_cached)
             + costs[9] * totals.max_prefill_context
             + costs[10] * totals.num_encoded
+            + costs[11] * totals.num_encodings
         )
 
     def describe(self) -> dict[str, object]:
@@ -183,8 +187,10 @@ class PhaseCosts:
             raise ConfigError(f"{key} is {entry!r}; it must have graphs, level and costs")
         graphs = tuple(map(int, numbers(entry, "graphs", len(entry["graphs"]))))
         costs = entry.get("costs")
-        if has_prefills and isinstance(costs, list) and len(costs) == _NUM_AMOUNTS[True] - 1:
-            entry = entry | {"costs": [*costs, 0.0]}  # of a file from before images were known
+        if has_prefills and isinstance(costs, list):
+            num_missing = _NUM_AMOUNTS[True] - len(costs)
+            if 0 < num_missing <= _NUM_OF_MEDIA:  # of a file from before they were known
+                entry = entry | {"costs": [*costs, *[0.0] * num_missing]}
         return cls(
             graphs=graphs,
             level=numbers(entry, "level", len(_knots(graphs))),

@@ -341,7 +341,7 @@ class Deadlines:
             num_new = min(num_tokens_of(request) - num_cached, tokens_left)
             if num_new > 0:
                 totals.add_prefill(num_new, num_cached)
-                totals.num_encoded += num_encoded(request, num_cached, num_new)
+                totals.add_encoded(num_encoded(request, num_cached, num_new))
                 tokens_left -= num_new
         needs = RankNeeds(
             alone_s=self._predicted_s,

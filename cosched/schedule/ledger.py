@@ -93,7 +93,7 @@ class Ledger:
         """The same with one more prefill, and so many tokens of its media [s]."""
         trial = self.totals.copy()
         trial.add_prefill(num_tokens, num_cached)
-        trial.num_encoded += encoded
+        trial.add_encoded(encoded)
         return self._view.predictor.predict_s(trial)
 
     def most_prefill(self, num_cached: int, limit_s: float, limit: int, encoded: int = 0) -> int:
@@ -101,7 +101,7 @@ class Ledger:
         totals = self.totals
         if encoded:
             totals = totals.copy()
-            totals.num_encoded += encoded
+            totals.add_encoded(encoded)
         return self._view.predictor.max_prefill(totals, num_cached, limit_s, limit)
 
     def seconds_with_decodes(self, contexts: Sequence[int] | IntArray) -> float:
@@ -304,7 +304,7 @@ class Ledger:
         self._num_prefills += 1
         self.prefills_mix = self.prefills_mix and request.traits.can_mix
         self.totals.add_prefill(num_tokens, num_cached)
-        self.totals.num_encoded += num_encoded(request, num_cached, num_tokens)
+        self.totals.add_encoded(num_encoded(request, num_cached, num_tokens))
         self.tokens -= self._caps.ceil_to_page(num_tokens)
         if num_cached + num_tokens < num_tokens_of(request):
             assert self.unfinished > 0, f"second unfinished prefill {request.rid=}"

@@ -179,7 +179,7 @@ class TimeBudget:
         leave no time for `_LEAST_CUT` tokens make it as long as it takes, up to `most_s`."""
         predictor, totals = self._predictor, self._ledger.totals
         beside = totals.copy()
-        beside.num_encoded += encoded
+        beside.add_encoded(encoded)
         if not totals.num_encoded:
             least_s = self._seconds(beside, min(limit, _LEAST_CUT), num_cached)
             limit_s = max(limit_s, min(least_s, most_s))

@@ -73,9 +73,11 @@ def test_of_a_linear_prediction_each_pays_in_proportion_to_its_marginal_cost():
     assert shares == pytest.approx([8.0, 12.0, 4.0, 4.0])
 
 
-def test_an_image_is_paid_for_by_its_request():
+@pytest.mark.parametrize(("token_s", "each_s"), [(2e-3, 0.0), (0.0, 0.1)])
+def test_an_image_is_paid_for_by_its_request(token_s, each_s):
     def predict_s(t):
-        return 1e-3 * (t.num_new + t.num_decodes) + 2e-3 * t.num_encoded
+        tokens_s = 1e-3 * (t.num_new + t.num_decodes)
+        return tokens_s + token_s * t.num_encoded + each_s * t.num_encodings
 
     shape = BatchShape(prefills=[Prefill(100, 0)] * 2, decodes=[7], encoded=[0, 50])
     shares, _ = charge(shape, 3.01, predict_s=predict_s)
