@@ -83,7 +83,7 @@ _SAMPLES_PER_TOKEN = _SAMPLE_RATE // 25
 
 def make_vision_model(folder: Path, tiny_model: Path) -> Path:
     """With the tokenizer of the tiny model and tokens for images."""
-    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+    from transformers import Qwen2_5_VLForConditionalGeneration
 
     start, end, image, video = ids = _copy_with_tokens(tiny_model, folder, _VISION_TOKENS)
     config = CONFIG | {
@@ -104,15 +104,14 @@ def make_vision_model(folder: Path, tiny_model: Path) -> Path:
     _write(folder / "preprocessor_config.json", processor)
     place = "{0}{2}{1}".format(*_VISION_TOKENS)
     (folder / "chat_template.jinja").write_text(_template("image", place))
-    model = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig.from_dict(config))
-    _save(model, config, folder, num_plain=start)
+    _save(Qwen2_5_VLForConditionalGeneration, config, folder, num_plain=start)
     return folder
 
 
 def make_audio_model(folder: Path, tiny_model: Path) -> Path:
     """The same for sound: a clip of up to 30 s, which the encoder fills up with silence."""
     from safetensors.torch import load_file, save_file
-    from transformers import Qwen2AudioConfig, Qwen2AudioForConditionalGeneration
+    from transformers import Qwen2AudioForConditionalGeneration
 
     start, _, audio = ids = _copy_with_tokens(tiny_model, folder, _AUDIO_TOKENS)
     of_text = _of_text(tiny_model, ids)
@@ -130,8 +129,7 @@ def make_audio_model(folder: Path, tiny_model: Path) -> Path:
     _write(folder / "preprocessor_config.json", processor)
     place = "{0}{2}{1}".format(*_AUDIO_TOKENS)
     (folder / "chat_template.jinja").write_text(_template("audio", place))
-    model = Qwen2AudioForConditionalGeneration(Qwen2AudioConfig.from_dict(deepcopy(config)))
-    _save(model, config, folder, num_plain=start)
+    _save(Qwen2AudioForConditionalGeneration, config, folder, num_plain=start)
     weights = load_file(folder / "model.safetensors")
     published = {name.replace(".model.model.", ".model."): each for name, each in weights.items()}
     save_file(published, folder / "model.safetensors")  # transformers doubles a part of the names
@@ -164,13 +162,14 @@ def _template(kind: str, place: str) -> str:
     return _TEMPLATE.replace("MEDIA", kind).replace("PLACE", place)
 
 
-def _save(model: Any, config: dict[str, Any], folder: Path, *, num_plain: int) -> None:
+def _save(kind: Any, config: dict[str, Any], folder: Path, *, num_plain: int) -> None:
     """With weights with which the next token depends on what is seen or heard; special tokens are
     not generated."""
     import torch
 
-    head = model.get_output_embeddings().weight
     torch.manual_seed(7)
+    model = kind(kind.config_class.from_dict(deepcopy(config)))
+    head = model.get_output_embeddings().weight
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() > 1:  # as `cosched.lab.demo_model`: outputs as large as inputs
