@@ -1,6 +1,10 @@
 """SGLang's CPU engine with cosched's replacements."""
 
+import io
+
+import numpy as np
 import pytest
+import soundfile
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -52,3 +56,11 @@ def test_a_repetition_penalty_compiles_nothing(make_engine):
     apply_scaling_penalties(logits, torch.tensor([[2.0, 2.0]]))
     assert logits.tolist() == [[-2.0, 1.0]]
     assert not compiled
+
+
+def test_a_sound_of_another_rate_is_read():
+    """With torchaudio, also with a build of it for CUDA."""
+    from sglang.srt.utils.common import load_audio
+
+    soundfile.write(file := io.BytesIO(), np.zeros(800), 8_000, format="WAV")
+    assert load_audio(file.getvalue(), 16_000).shape == (1_600,)
