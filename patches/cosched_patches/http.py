@@ -141,7 +141,6 @@ def _max_body_bytes() -> int:
 
 
 def _guard_access(server_args: Any, config: Config) -> None:
-    """Before SGLang's own check, which answers every endpoint in a form of its own."""
     guard = partial(
         Access,
         keys=Keys(
