@@ -1,14 +1,20 @@
 """Real servers with one store; one is killed while a batch runs and chats continue.
 
     scripts/kill_replica [--lines 600] [--max-tokens 60] [--users 2] [--replicas 2] [--add]
-                         [--router PYTHON]
+                         [--router PYTHON] [--callbacks BATCHES]
 
 They have the tiny model and one PostgreSQL store of the test's own. A batch is uploaded to the
 second; when a third of its lines is answered, the first is killed (``kill -9``), and with ``--add``
 another one is started, which must get its part. Every line must have one result. Chat users ask the
 second server, or with ``--router`` SGLang's own router before all: PYTHON is one that has
-``sglang-router``, in an environment without SGLang. Prints one JSON object, and ends with 1 when
-something was wrong.
+``sglang-router``, in an environment without SGLang.
+
+``--callbacks``: the lines are divided among so many batches, each with a callback URL. The receiver
+refuses the first attempt (500) and does not answer the fifth, whose server is killed. Each batch
+must be told, with the right signature, and again only what was refused and what the killed server
+had sent: when its claim ends, 30 s after `TIMEOUT_S`. There are no chats.
+
+Prints one JSON object, and ends with 1 when something was wrong.
 """
 
 from __future__ import annotations
@@ -23,20 +29,26 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import httpx
+import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
+from cosched.batch.callback_rules import SECRET_ENV
 from cosched.config import ENV_VAR
 from cosched.lab.demo_model import ensure_demo_model
 from tests.batch import postgres
-from tests.batch.api import Api
+from tests.batch.api import Api, until
+from tests.batch.receiver import LOOPBACK, SECRET, Receiver, unwrapped
 from tests.forks import Forks
 from tests.request_lines import completion
 from tests.serving import ServerError, free_port, start_server
 
 LEASE_S = 3.0
+TIMEOUT_S = 10.0  # of an attempt to call back
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the servers share the cores
 
 
@@ -113,6 +125,32 @@ def router(python, urls):
             process.wait()
 
 
+@contextlib.contextmanager
+def one_store(root, forks, *, env=None, **batches):
+    """A function that starts a server. All of them have one store in PostgreSQL; `batches`: more
+    settings of it."""
+    model = ensure_demo_model(size="tiny", dtype="float32")
+    with contextlib.ExitStack() as stack:
+        cluster = stack.enter_context(postgres.cluster())
+        batches |= {"folder": str(root), "url": cluster.url, "lease_s": LEASE_S}
+        env = {ENV_VAR: json.dumps({"batches": batches}), **(env or {})}
+
+        def started():
+            server = start_server(model, "--cosched-policy", "cosched", env=env, forks=forks)
+            return stack.enter_context(server)
+
+        yield started
+
+
+def kill(server):
+    os.killpg(server.process.pid, signal.SIGKILL)
+
+
+def lines_of(count, max_tokens):
+    more = {"max_tokens": max_tokens, "ignore_eos": True, "temperature": 0}
+    return [completion(f"c{n}", **more) for n in range(count)]
+
+
 def answered_lines(url):
     """By this server, as it tells Prometheus."""
     text = httpx.get(f"{url}/cosched/metrics", timeout=30).text
@@ -138,16 +176,8 @@ def run(
 ):
     """What was seen; AssertionError when something is wrong. `adds`: a server, after the kill.
     `chats_beside_s`: duration of chats before the batch, and after it."""
-    model = ensure_demo_model(size="tiny", dtype="float32")
     with contextlib.ExitStack() as stack:
-        cluster = stack.enter_context(postgres.cluster())
-        config = {"batches": {"folder": str(root), "url": cluster.url, "lease_s": LEASE_S}}
-        env = {ENV_VAR: json.dumps(config)}
-
-        def started():
-            server = start_server(model, "--cosched-policy", "cosched", env=env, forks=forks)
-            return stack.enter_context(server)
-
+        started = stack.enter_context(one_store(root, forks))
         servers = [started() for _ in range(num_replicas)]
         urls = [server.url for server in servers]
         front = (
@@ -156,17 +186,14 @@ def run(
         api = Api(urls[1])
         chats = stack.enter_context(Chats(front, num_users))
         time.sleep(chats_beside_s)
-        lines = [
-            completion(f"c{n}", max_tokens=max_tokens, ignore_eos=True, temperature=0)
-            for n in range(num_lines)
-        ]
+        lines = lines_of(num_lines, max_tokens)
         began_s = time.monotonic()
         batch = api.create(lines, window="1h")
         while (now := api.batches.retrieve(batch.id)).request_counts.completed < num_lines // 3:
             assert now.status in ("validating", "in_progress"), now
             time.sleep(0.05)
         answered = [answered_lines(url) for url in urls]
-        os.killpg(servers[0].process.pid, signal.SIGKILL)
+        kill(servers[0])
         killed_s = time.monotonic()
         added = started() if adds else None
         done_before = api.batches.retrieve(batch.id).request_counts.completed
@@ -202,6 +229,62 @@ def run(
     }
 
 
+def has_connection(server, port):
+    """From that port of this machine."""
+    found = psutil.Process(server.process.pid).net_connections("tcp")
+    return any(one.laddr.port == port for one in found)
+
+
+def run_callbacks(root, forks, *, num_batches, num_lines, max_tokens, num_replicas=2):
+    """As `run`, of batches with a callback each."""
+    allowed = {**LOOPBACK, "timeout_s": TIMEOUT_S, "retry_s": 0.5}
+    env = {SECRET_ENV: SECRET}
+    with (
+        Receiver(500, 200, 200, 200, "held", 200) as receiver,
+        one_store(root, forks, env=env, callbacks=allowed) as started,
+    ):
+        servers = [started() for _ in range(num_replicas)]
+        lines = lines_of(num_lines // num_batches, max_tokens)
+        told_to = {"metadata": {"callback_url": receiver.url}}
+        names = [Api(servers[0].url).create(lines, **told_to).id for _ in range(num_batches)]
+        until(lambda: receiver.held)
+        [killed] = [one for one in servers if has_connection(one, receiver.held[0])]
+        kill(killed)
+        killed_s = time.monotonic()
+        receiver.is_released.set()
+        api = Api(next(one.url for one in servers if one is not killed))
+        at_kill = [api.batches.retrieve(name) for name in names]
+        ended = [api.wait(batch) for batch in at_kill]
+        ended_s = time.monotonic()
+        attempts = {}
+
+        def are_told():
+            for name in names:
+                [callback] = api.batches.retrieve(name).cosched["callbacks"]
+                attempts[name] = callback["state"] == "delivered" and callback["attempts"]
+            return all(attempts.values())
+
+        until(are_told)
+        told_s = time.monotonic()
+    for batch in ended:
+        assert batch.status == "completed", batch
+        assert batch.request_counts.completed == len(lines), batch
+        assert batch.usage.output_tokens == len(lines) * max_tokens, "tokens are counted once"
+    events = unwrapped(receiver)  # fails for a wrong signature
+    assert {event.type for event in events} == {"batch.completed"}
+    assert Counter(event.data.id for event in events) == attempts
+    due = Counter([*names, events[0].data.id, events[4].data.id])  # refused; sent by the killed
+    assert due == attempts, (due, attempts)
+    return {
+        "batches": num_batches,
+        "lines": num_batches * len(lines),
+        "ended_before_the_kill": sum(batch.status == "completed" for batch in at_kill),
+        "events_of_each": sorted(attempts.values()),
+        "all_ended_after_the_kill_s": round(ended_s - killed_s, 1),
+        "all_told_after_the_kill_s": round(told_s - killed_s, 1),
+    }
+
+
 def told(seen):
     good = [took_s for _, took_s, wrong in seen if wrong is None]
     return {
@@ -219,22 +302,24 @@ def main():
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--add", action="store_true", help="start a server after the kill")
     parser.add_argument("--router", metavar="PYTHON", help="one that has sglang-router")
+    parser.add_argument("--callbacks", type=int, metavar="BATCHES", help="batches that are told")
     arguments = parser.parse_args()
     with contextlib.ExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cosched-replicas-")))
         forks = Forks(root, cleared=(ENV_VAR, "SGLANG_PLUGINS"))
         stack.callback(forks.close)
+        sizes = {
+            "num_lines": arguments.lines,
+            "max_tokens": arguments.max_tokens,
+            "num_replicas": arguments.replicas,
+        }
+        if arguments.callbacks:
+            asked = partial(run_callbacks, num_batches=arguments.callbacks)
+        else:
+            more = {"num_users": arguments.users, "router_python": arguments.router}
+            asked = partial(run, adds=arguments.add, **more)
         try:
-            seen = run(
-                root / "batches",
-                forks,
-                num_lines=arguments.lines,
-                max_tokens=arguments.max_tokens,
-                num_users=arguments.users,
-                num_replicas=arguments.replicas,
-                adds=arguments.add,
-                router_python=arguments.router,
-            )
+            seen = asked(root / "batches", forks, **sizes)
         except (AssertionError, ServerError) as error:
             print(json.dumps({"wrong": str(error)}))
             return 1

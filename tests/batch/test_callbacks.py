@@ -12,10 +12,8 @@ import signal
 import socket
 import ssl
 import subprocess
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
 import openai
@@ -37,64 +35,11 @@ from cosched.batch.errors import ApiError
 from cosched.batch.store import BatchStore
 from cosched.errors import ConfigError
 from tests.batch.api import line, lines, until
+from tests.batch.receiver import LOOPBACK, SECRET, Receiver, unwrapped
 from tests.batch.stand_in import StandIn
 from tests.batch.test_store import asked
 
-SECRET = "whsec_" + base64.b64encode(bytes(range(32))).decode()
 OTHER = "whsec_" + base64.b64encode(bytes(range(24))).decode()
-LOOPBACK = {"allow_http": True, "allow_networks": ("127.0.0.0/8",), "retry_s": 0.05}
-
-
-class Receiver:
-    """Notes (headers, body) of what it is sent. answers: statuses, the last one again and again;
-    "endless": 200 and a body without an end; "silent": nothing."""
-
-    def __init__(self, *answers, context=None):
-        self.got, self.answers = [], list(answers) or [200]
-        self.is_over = threading.Event()
-        receiver = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self):
-                body = self.rfile.read(int(self.headers["content-length"]))
-                receiver.got.append((dict(self.headers), body))
-                answers = receiver.answers
-                answer = answers.pop(0) if len(answers) > 1 else answers[0]
-                if answer == "silent":
-                    receiver.is_over.wait()
-                    return
-                self.send_response(200 if answer == "endless" else answer)
-                if answer == 302:
-                    self.send_header("location", "/other")
-                self.end_headers()
-                with contextlib.suppress(OSError):
-                    while answer == "endless" and not receiver.is_over.is_set():
-                        self.wfile.write(bytes(1 << 16))
-
-            do_GET = do_POST
-
-            def log_message(self, *args):
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.server.daemon_threads = True
-        if context is not None:
-            self.server.socket = context.wrap_socket(self.server.socket, server_side=True)
-        self.port = self.server.server_port
-        self.url = f"http://127.0.0.1:{self.port}/done"
-
-    def __enter__(self):
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-        return self
-
-    def __exit__(self, *error):
-        self.is_over.set()
-        self.server.shutdown()
-        self.server.server_close()
-
-    @property
-    def ids(self):
-        return [headers["webhook-id"] for headers, _ in self.got]
 
 
 @pytest.fixture(autouse=True)
@@ -110,12 +55,6 @@ def sqlite(tmp_path):
 
 def rules_of(**settings):
     return callback_rules(BatchesConfig(callbacks=CallbacksConfig(**LOOPBACK | settings)))
-
-
-def unwrapped(receiver, secret=SECRET):
-    """What the `openai` client makes of it; an error if it was not signed so."""
-    client = openai.OpenAI(api_key="x", webhook_secret=secret)
-    return [client.webhooks.unwrap(body, headers) for headers, body in receiver.got]
 
 
 def ended(store, *urls):
