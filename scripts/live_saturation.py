@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """`cosched:saturation` of a live server, and how many chats meet their targets.
 
-    scripts/live_saturation.py [--model-path M] [--rates 0.1,0.3,0.6] [--seconds 90]
+    scripts/live_saturation.py [--model-path M] [--rates 0.3,0.6,0.9,1.2] [--seconds 90]
 
 One server gets chat at these rates in turn. The figure tells of the last minute, so the table has
 its mean over the seconds of a rate after the first minute. Without --model-path the model is the
@@ -88,7 +88,7 @@ def main() -> None:
     )
     parser.add_argument("--model-path", help="default: the demo model")
     parser.add_argument("--online", default="demo-chat")
-    parser.add_argument("--rates", default="0.1,0.3,0.6", help="of chat [requests/s]")
+    parser.add_argument("--rates", default="0.3,0.6,0.9,1.2", help="of chat [requests/s]")
     parser.add_argument("--seconds", type=float, default=90.0, help="for each rate")
     parser.add_argument("--ttft", type=float, default=2.0, help="target [s]")
     parser.add_argument("--tpot", type=float, default=0.1, help="target [s]")
