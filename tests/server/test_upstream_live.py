@@ -5,8 +5,7 @@ import pytest
 from tests.serving import start_server
 from tests.upstream import BY_DESIGN, FLAGS, NEEDS_A_MODEL, QUICK, outcomes
 
-# `long`: what fails here is of SGLang, whose version changes seldom.
-pytestmark = [pytest.mark.server, pytest.mark.long]
+pytestmark = pytest.mark.server
 
 
 def test_sglangs_own_tests_pass(tiny_model, forks):

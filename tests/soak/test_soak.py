@@ -40,6 +40,7 @@ def all_asks(spec, episode=0) -> dict[str, Ask]:
     [
         {"compute": True},
         # Sessions, conversations, jobs, clients that come back, and the cache flushed.
+        {"episodes": (47,), "conservativeness": 0.3},
         {"episodes": (47, 51), "conservativeness": 0.3, "page_size": 16, "overlap": False},
         {"policy": "sarathi", "overlap": False, "mixed": False},
         {"policy": "echo-bs+e+s", "conservativeness": 0.3},

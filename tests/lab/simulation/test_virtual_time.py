@@ -22,7 +22,7 @@ def documents(count):
     return WorkloadSpec(name="bros-offline", num_requests=count)
 
 
-@pytest.mark.parametrize("name", ["priority", "hygen"])
+@pytest.mark.parametrize("name", ["priority", "sarathi", "hygen"])
 def test_no_policy_sees_how_long_a_reply_will_be(name, tmp_path):
     """Until the first reply ends, lengths make no difference; clients that know them tell the
     scheduler."""
@@ -205,9 +205,10 @@ def test_only_an_oracle_is_told_how_long_responses_get(mode, is_told, monkeypatc
     assert all(hint == (length if is_told else None) for hint, length in hints)
 
 
-def test_a_run_gives_up_as_soon_as_too_many_missed():
+@pytest.mark.parametrize("name", ["s1", "priority"])
+def test_a_run_gives_up_as_soon_as_too_many_missed(name):
     chat, slo = WorkloadSpec(name="alpaca", rate=6.0), Slo(ttft_s=1.0, tpot_s=0.005)
-    spec = make_spec("priority", online=chat, offline=documents(100), slo=slo, duration_s=12.0)
+    spec = make_spec(name, online=chat, offline=documents(100), slo=slo, duration_s=12.0)
     whole = execute(spec)
     num_missed = whole.summary.online.attainment.joint.num_missed
     assert num_missed > 5
