@@ -36,6 +36,7 @@ from cosched.engine.log.read import read_log
 from cosched.files import write_whole
 from cosched.lab.benchmark.live import measure_live
 from cosched.lab.benchmark.own_server import OwnServers
+from cosched.lab.benchmark.trial_phases import DEMO_FLAGS
 from cosched.lab.demo_model import ensure_demo_model
 from cosched.lab.metrics.summary import Summary
 from cosched.lab.metrics.table import markdown_rows
@@ -46,14 +47,10 @@ from cosched.lab.simulation.run_spec import CostSpec, RunSpec, WorkloadSpec
 from cosched.lab.simulation.setting import OfflineClient, Setting
 from cosched.versions import versions
 
-CHUNK, RUNNING, KV_TOKENS = 256, 16, 32768
-FLAGS = (
-    *("--dtype", "bfloat16"),
-    *("--chunked-prefill-size", str(CHUNK)),
-    *("--max-running-requests", str(RUNNING)),
-    *("--max-total-tokens", str(KV_TOKENS)),
-    *("--mem-fraction-static", "0.2"),
-)
+_SIZES = dict(zip(DEMO_FLAGS[::2], DEMO_FLAGS[1::2], strict=True))
+CHUNK = int(_SIZES["--chunked-prefill-size"])
+RUNNING = int(_SIZES["--max-running-requests"])
+KV_TOKENS = int(_SIZES["--max-total-tokens"])
 KINDS = ("decodes alone", "prompts alone", "mixed")
 
 
@@ -98,14 +95,14 @@ def spec_of(args: argparse.Namespace) -> RunSpec:
 
 def measure_profile(model: str, path: Path, *, num_batches: int, seed: int) -> None:
     """By the command of users, in a process of its own."""
-    words = [sys.executable, "-m", "cosched.profile", "measure", "--model-path", model, *FLAGS]
+    words = [sys.executable, "-m", "cosched.profile", "measure", "--model-path", model, *DEMO_FLAGS]
     words += ["--batches", str(num_batches), "--seed", str(seed), "--write", str(path)]
     subprocess.run(words, check=True, stdout=sys.stderr)
 
 
 async def run_server(spec: RunSpec, model: str, folder: Path) -> tuple[Summary, list[Step]]:
     log = folder / "decisions.jsonl"
-    flags = [*FLAGS, "--cosched-decision-log", str(log)]
+    flags = [*DEMO_FLAGS, "--cosched-decision-log", str(log)]
     servers = OwnServers(model_path=model, flags=flags)
     async with servers.started(spec, log_path=folder / "server.log") as target:
         num_before = sum(1 for _ in read_log(log, report=print))

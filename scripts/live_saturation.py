@@ -25,6 +25,7 @@ from cosched.core.request import Slo
 from cosched.lab.benchmark.admin_client import metrics_of
 from cosched.lab.benchmark.live import LiveTarget, measure_live
 from cosched.lab.benchmark.own_server import OwnServers
+from cosched.lab.benchmark.trial_phases import DEMO_FLAGS
 from cosched.lab.demo_model import ensure_demo_model
 from cosched.lab.metrics.table import markdown_rows
 from cosched.lab.simulation.requests import load_requests
@@ -33,8 +34,7 @@ from cosched.lab.simulation.setting import Setting
 from cosched.versions import versions
 
 WINDOW_S, PERIOD_S = 60.0, 2.0
-FLAGS = ("--enable-metrics", "--dtype", "bfloat16", "--chunked-prefill-size", "256")
-FLAGS += ("--max-running-requests", "16", "--max-total-tokens", "32768")
+FLAGS = ("--enable-metrics", *DEMO_FLAGS)
 HEAD = ("chats/s", "saturation", "both met %", "TTFT met %", "TPOT met %", "TTFT p90 s", "chats")
 
 

@@ -198,6 +198,22 @@ def image_part(seed: int, *, side: int = 112) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
+def sound_item(seed: int, begin: int, *, num_tokens: int, num_frames: int) -> Any:
+    """Random features of a sound, as SGLang's processor gives them to the scheduler; its tokens
+    begin at `begin` of the prompt."""
+    import torch
+    from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem
+
+    num_mels = AUDIO_CONFIG["audio_config"]["num_mel_bins"]
+    random = torch.Generator().manual_seed(seed)
+    return MultimodalDataItem(
+        modality=Modality.AUDIO,
+        feature=torch.randn(1, num_mels, num_frames, generator=random),
+        model_specific_data={"audio_feature_lens": torch.tensor([num_tokens])},
+        offsets=[(begin, begin + num_tokens - 1)],
+    )
+
+
 def audio_part(seed: int, *, num_tokens: int) -> dict[str, Any]:
     """A content part of a chat with a sound of random tones, 40 ms for a token; at most 750."""
     tones = random.Random(seed)

@@ -107,8 +107,8 @@ class _Body:
 
 
 def add_outermost(app: Any, wrap: Callable[[App], App]) -> None:
-    """Put a middleware around all others, also those that SGLang adds later: its check of API keys.
-    Called before the application starts."""
+    """Put a middleware around all others: those of earlier calls, and what SGLang adds later (its
+    check of API keys). Called before the application starts."""
     build = app.build_middleware_stack
     app.build_middleware_stack = lambda: wrap(build())
 

@@ -30,7 +30,7 @@ from cosched.lab.demo_model import ensure_demo_model
 from cosched.predict.calibration import Calibrator
 from cosched.versions import versions
 from tests.engine.conftest import FLAGS, OFFLINE
-from tests.media_models import AUDIO_CONFIG, make_audio_model
+from tests.media_models import make_audio_model, sound_item
 
 LENGTHS = (10, 25, 50, 100, 200, 400, 750)  # tokens
 HIDDEN = {"nothing": ("num_encoded", "num_encodings"), "tokens": ("num_encodings",), "both": ()}
@@ -53,11 +53,7 @@ class CpuClock:
 
 def iterations(model, num_requests, rng):
     """Shapes and times [s] of the iterations in which all are served."""
-    from sglang.srt.managers.schedule_batch import (
-        Modality,
-        MultimodalDataItem,
-        MultimodalProcessorOutput,
-    )
+    from sglang.srt.managers.schedule_batch import MultimodalProcessorOutput
 
     from cosched.lab.local_engine import LocalEngine
 
@@ -70,20 +66,13 @@ def iterations(model, num_requests, rng):
     observer.use_virtual_clock(CpuClock())
     observer.add_listener(lambda each: found.append((each.shape, each.duration_s)))
     audio = json.loads((model / "config.json").read_text())["audio_token_index"]
-    num_mels = AUDIO_CONFIG["audio_config"]["num_mel_bins"]
 
     def submit(number):
         ids, media = [rng.randrange(20, 500) for _ in range(rng.randrange(20, 120))], None
         if number % 2 or rng.random() < 0.2:
             begin, num_tokens = len(ids), rng.choice(LENGTHS)
             ids += [audio] * num_tokens
-            lengths = {"audio_feature_lens": torch.tensor([num_tokens])}
-            item = MultimodalDataItem(
-                modality=Modality.AUDIO,
-                feature=torch.randn(1, num_mels, 3000),
-                model_specific_data=lengths,
-                offsets=[(begin, len(ids) - 1)],
-            )
+            item = sound_item(number, begin, num_tokens=num_tokens, num_frames=3000)
             media = MultimodalProcessorOutput(mm_items=[item], audio_token_id=audio)
         engine.submit(
             f"r{number}",

@@ -10,7 +10,7 @@ import torch
 from cosched.core.request import Media
 from tests.engine.conftest import OFFLINE, assert_drained, outputs
 from tests.engine.tiny_models import randomize
-from tests.media_models import AUDIO_CONFIG, CONFIG
+from tests.media_models import AUDIO_CONFIG, CONFIG, sound_item
 
 SIDE = 8  # patches
 NUM_TOKENS = SIDE * SIDE // 4
@@ -34,18 +34,7 @@ def image(seed, begin):
 
 
 def sound(seed, begin):
-    from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem
-
-    random = torch.Generator().manual_seed(seed)
-    frames = torch.randn(
-        1, AUDIO_CONFIG["audio_config"]["num_mel_bins"], NUM_FRAMES, generator=random
-    )
-    return MultimodalDataItem(
-        modality=Modality.AUDIO,
-        feature=frames,
-        model_specific_data={"audio_feature_lens": torch.tensor([NUM_TOKENS])},
-        offsets=[(begin, begin + NUM_TOKENS - 1)],
-    )
+    return sound_item(seed, begin, num_tokens=NUM_TOKENS, num_frames=NUM_FRAMES)
 
 
 def positions_of(ids, images):

@@ -12,6 +12,16 @@ from tests.batch.api import Api, until
 from tests.request_lines import chat
 from tests.serving import start_server
 
+OTLP_ENV = {
+    "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
+    "SGLANG_OTLP_EXPORTER_SCHEDULE_DELAY_MILLIS": "100",
+}
+
+
+def traces_to(url):
+    """Flags of a server."""
+    return ("--enable-trace", "--otlp-traces-endpoint", url)
+
 
 class Collector(ThreadingHTTPServer):
     """Keeps the spans that it is sent over OTLP/HTTP."""
@@ -51,13 +61,8 @@ def attributes_of(span):
 @pytest.mark.long  # a server of its own; tests/batch/test_tracing.py has the spans
 def test_the_spans_of_sglang_are_below_those_of_lines(tiny_model, forks, tmp_path):
     with Collector() as collector:
-        flags = ("--enable-trace", "--otlp-traces-endpoint", collector.url)
-        flags += ("--cosched-batches", str(tmp_path))
-        env = {
-            "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
-            "SGLANG_OTLP_EXPORTER_SCHEDULE_DELAY_MILLIS": "100",
-        }
-        with start_server(tiny_model, *flags, forks=forks, env=env) as server:
+        flags = (*traces_to(collector.url), "--cosched-batches", str(tmp_path))
+        with start_server(tiny_model, *flags, forks=forks, env=OTLP_ENV) as server:
             api = Api(server.url)
             batch = api.create([chat("a"), chat("b")], endpoint="/v1/chat/completions")
             assert api.wait(batch).status == "completed"

@@ -33,7 +33,7 @@ from cosched.lab.demo_model import ensure_demo_model
 from tests.batch.api import Api, until
 from tests.batch.stand_in import StandIn
 from tests.request_lines import completion
-from tests.server.test_tracing_live import Collector
+from tests.server.test_tracing_live import OTLP_ENV, Collector, traces_to
 from tests.serving import start_server
 
 LEVEL = 3  # SGLang's default
@@ -43,13 +43,9 @@ POLL_S = 0.5
 @contextlib.contextmanager
 def real_server(folder, collector_url):
     """Its URL, the id of its first process, and what turns spans on and off."""
-    flags = ("--enable-trace", "--otlp-traces-endpoint", collector_url)
-    env = {
-        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
-        "SGLANG_OTLP_EXPORTER_SCHEDULE_DELAY_MILLIS": "100",
-    }
+    flags = (*traces_to(collector_url), "--cosched-batches", str(folder))
     model = ensure_demo_model(size="tiny", dtype="float32")
-    with start_server(model, *flags, "--cosched-batches", str(folder), env=env) as server:
+    with start_server(model, *flags, env=OTLP_ENV) as server:
 
         def switch(is_on):
             params = {"level": LEVEL if is_on else 0}

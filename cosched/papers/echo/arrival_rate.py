@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import deque
 
-from cosched.memory.demand import DemandReservation
+from cosched.papers.echo.kv_order import EchoReservation
 
 WINDOW_S = 900.0
 BIN_S = 10.0
@@ -58,11 +58,8 @@ class ArrivalRate:
         return (mean + self._deviations * spread) / BIN_S
 
 
-class ArrivalReservation(DemandReservation):
+class ArrivalReservation(EchoReservation):
     """What online requests would hold at the predicted rate, and at least what they hold."""
-
-    counts_returning = False
-    default_window_s = 3600.0
 
     def __init__(self, *, window_s: float | None = None, deviations: float = 2.0) -> None:
         """window_s: over which what they hold is measured [s]"""
